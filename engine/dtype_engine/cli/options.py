@@ -364,9 +364,10 @@ METRICS = (
     click.Option(
         ["--eval", "evals"],
         multiple=True,
-        metavar="lm-eval:TASK",
+        metavar="lm-eval:TASK|queries:FILE.jsonl",
         help="Also evaluate the reference and the candidate on a task of lm-eval, the LM evaluation harness: lm-eval:arc_easy, "
-        "or lm-eval:FILE.yaml for a task of your own. May be repeated.",
+        "or lm-eval:FILE.yaml for a task of your own; or on queries and their documents, which an embedding model or a reranker "
+        "has to find: queries:FILE.jsonl. May be repeated.",
     ),
     _files(
         ["--data"],

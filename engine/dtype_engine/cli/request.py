@@ -18,7 +18,7 @@ from dtype_engine.core.gc_pause import gc_paused
 from dtype_engine.core.input_args import check_files
 from dtype_engine.core.input_limits import InputLimits
 from dtype_engine.core.opening_progress import OpeningProgress
-from dtype_engine.core.options import FLOAT32, LM_EVAL, Options, RunSettings
+from dtype_engine.core.options import FLOAT32, LM_EVAL, QUERIES, Options, RunSettings, evaluation
 from dtype_engine.core.text import printable
 from dtype_engine.core.tree import Tree
 from dtype_engine.recipe import Plan, Recipe, Rule, make_plan, require_matches
@@ -112,7 +112,7 @@ class RunRequest(msgspec.Struct, frozen=True):
         say("")
         source.refuse_other_options(options)
         for metric in options.metrics:
-            if not metric.startswith(LM_EVAL):
+            if evaluation(metric) is None:
                 locate_metric(metric)
         return source
 
@@ -168,8 +168,8 @@ def _options(values: Mapping[str, Any], runs: bool) -> Options:
     given = {option.name: values[option.name] for option in dataclasses.fields(Options) if option.name in values}
     if not runs:
         return Options(**({"device": "cpu"} | given))
-    if unknown := [text for text in values.get("evals", ()) if not text.startswith(LM_EVAL)]:
-        raise UserError(f"--eval {unknown[0]}: the harness that is known is lm-eval, as in --eval {LM_EVAL}arc_easy")
+    if unknown := [text for text in values.get("evals", ()) if evaluation(text) is None]:
+        raise UserError(f"--eval {unknown[0]}: write {LM_EVAL}TASK, such as {LM_EVAL}arc_easy, or {QUERIES}FILE.jsonl")
     given["metrics"] = (*values.get("metrics", ()), *values.get("evals", ()))
     given["limits"] = InputLimits(**dict(values["limits"]))
     compute = dtypes.parse_target(values["compute"])

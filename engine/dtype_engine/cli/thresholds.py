@@ -11,7 +11,7 @@ import click
 from dtype_engine.cli.options import with_options
 from dtype_engine.cli.program import NO, print_stderr
 from dtype_engine.core.errors import UserError
-from dtype_engine.core.options import LM_EVAL
+from dtype_engine.core.options import evaluation
 from dtype_engine.core.text import printable
 from dtype_engine.results.figures import FIGURES
 from dtype_engine.results.groups import group_named, limit_name
@@ -144,7 +144,7 @@ def min_and_max_limits(values: Mapping[str, Any], metrics: Sequence[str]) -> tup
     ]
     names = {metric.rpartition(":")[2] for metric in metrics}
     for limit in limits:
-        if limit.name not in names.union(FIGURES) and not any(metric.startswith(LM_EVAL) for metric in metrics):
+        if limit.name not in names.union(FIGURES) and not any(map(evaluation, metrics)):
             raise UserError(
                 f"--{limit.option}: no figure, --metric or --eval has this name"
                 + (f"; there is {', '.join(sorted(names))}" if names else "")

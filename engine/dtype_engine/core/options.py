@@ -20,8 +20,18 @@ FLOAT32, STORED = "float32", "stored"
 """The values of `Options.reference` for the model itself, in float32 arithmetic or in its stored dtypes."""
 NO_BASE = "none"
 """The value of `Options.base` with which an adapter is opened without its base."""
-LM_EVAL = "lm-eval:"
-"""The prefix of a metric in `Options.metrics` that is a task of lm-eval."""
+LM_EVAL, QUERIES = "lm-eval:", "queries:"
+"""The prefixes of metrics in `Options.metrics` that are a task of lm-eval, or a file of queries and their documents."""
+
+
+def evaluation(text: str) -> tuple[str, str] | None:
+    """Return (its prefix, what it names) for an entry of `Options.metrics` that is an evaluation, or None if it is a function."""
+    prefix = next((each for each in (LM_EVAL, QUERIES) if text.startswith(each)), "")
+    named = text.removeprefix(prefix)
+    # `queries:accuracy` is a function of the module `queries`.
+    return (prefix, named) if prefix and not (prefix == QUERIES and named.isidentifier()) else None
+
+
 ComputeDtype = Annotated[str, msgspec.Meta(pattern=rf"^({'|'.join(COMPUTE_DTYPES)})\Z")]
 ClassesDim = Dimension | Literal["auto", "none"]
 """In which dimension of the main output the logits lie: an index, "auto" to determine it, or "none" for no distribution."""
@@ -169,7 +179,9 @@ class MeasureOptions(TypedFields):
     settings: RunSettings = field(default_factory=RunSettings)
     """The settings of candidate runs."""
     metrics: tuple[str, ...] = ()
-    """The user's own metrics: `file.py:NAME` or `package.module:NAME`, which run that code, or `lm-eval:TASK`."""
+    """The user's own metrics: `file.py:NAME` or `package.module:NAME`, which run that code, `lm-eval:TASK` or
+    `queries:FILE.jsonl`.
+    """
     against_logits: Path | None = None
     """A file with outputs that stand for the candidate's, for example of another runtime. The model runs as the reference, on the
     file's tokens. `Session.save_logits` writes such a file, and llama-perplexity with `--kl-divergence-base`; or it is JSON Lines

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dtype_engine.core.options import LM_EVAL, NO_BASE, Options, RunSettings
+from dtype_engine.core.options import NO_BASE, QUERIES, Options, RunSettings, evaluation
 from dtype_engine.core.text import printable
 from dtype_engine.core.user_folders import expanded
 from dtype_engine.recipe import Recipe
@@ -166,8 +166,10 @@ def portable(options: Options, threads: int | None) -> Options:
 def _absolute_metric(text: str) -> str:
     """Return an entry of `Options.metrics` with the path of the file that it names, if any, made absolute."""
     before, colon, after = text.rpartition(":")
-    if text.startswith(LM_EVAL):
-        return f"{LM_EVAL}{_absolute(Path(after))}" if Path(after).suffix in (".yaml", ".yml") else text
+    if (found := evaluation(text)) is not None:
+        prefix, named = found
+        is_file = prefix == QUERIES or Path(named).suffix in (".yaml", ".yml")
+        return f"{prefix}{_absolute(Path(named))}" if is_file else text
     return f"{_absolute(Path(before))}{colon}{after}" if before.endswith(".py") else text
 
 

@@ -16,7 +16,7 @@ from dtype_engine.reports.text_drift import first_sentence, reference_words
 from dtype_engine.reports.text_losses import headline
 from dtype_engine.results.attribution import NonFiniteDiagnosis
 from dtype_engine.results.drift import DriftReport
-from dtype_engine.results.figures import FIGURES, asked_for, main_text
+from dtype_engine.results.figures import FIGURES, main_text, not_always_measured
 from dtype_engine.results.losses import ValueLoss
 from dtype_engine.results.meaning import GRADES, meaning
 from dtype_engine.results.runs import SpeedReport
@@ -49,7 +49,7 @@ def verdict_tile(drift: DriftReport | None, no_drift: str = "", nonfinite: NonFi
     details = [main_text(output, extent) if output.is_finite else f"not finite: {output.nonfinite_text}"]
     if output.top1_agreement is not None:
         details.append(f"{top1.label_in('report', extent.of_tokens)}: {top1.form(output.top1_agreement)}")
-    details += [f"{row.label}: {row.in_column(output)}" for row in asked_for([output])]
+    details += [f"{row.label}: {row.in_column(output)}" for row in not_always_measured([output])]
     details += [f"{printable(change.name)} {change.short}" for change in drift.metrics[:2]]
     details.append(said.why)
     if nonfinite is not None:  # a module may be, although the output is finite

@@ -8,7 +8,7 @@ from dtype_engine.core.text import printable
 from dtype_engine.core.units import decibels
 from dtype_engine.reports.text_table import table_lines
 from dtype_engine.results.execution import ExecutionReport, ExecutionRow
-from dtype_engine.results.figures import asked_for
+from dtype_engine.results.figures import not_always_measured
 from dtype_engine.results.thresholds import Verdict
 
 HEADINGS = ("execution", "KL (nats)", "same top-1", "SQNR", "max |Δ|", "first module that differs")
@@ -35,7 +35,7 @@ def execution_text(report: ExecutionReport, reached: Sequence[Sequence[Verdict]]
         f"inputs     {report.inputs}",
         "base       the model by itself, one sequence at a time, in the same dtypes",
     ]
-    figures = asked_for(row.output for row in report.rows)
+    figures = not_always_measured(row.output for row in report.rows)
     rows = [(*HEADINGS[:-1], *(figure.label for figure in figures), HEADINGS[-1])]
     for row, verdicts in zip(report.rows, reached, strict=True):
         failed = any(not verdict.passed for verdict in verdicts)

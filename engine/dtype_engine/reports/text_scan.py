@@ -12,7 +12,7 @@ from dtype_engine.recipe.loading import LOADERS
 from dtype_engine.reports.text import found_text
 from dtype_engine.reports.text_losses import loss_lines
 from dtype_engine.reports.text_table import table_lines
-from dtype_engine.results.figures import asked_for
+from dtype_engine.results.figures import not_always_measured
 from dtype_engine.results.scan import ScanReport, SearchReport, at_even_steps
 
 _ROWS = 20
@@ -68,12 +68,12 @@ def search_text(report: SearchReport) -> str:
         lines[1] += f", of which KV cache {human_bytes(report.cache_bytes)} at {plural(report.context, 'token')}"
     if report.measured is not None:
         lines.append(f"measured   {report.measured:.4e} {report.unit}")
-        figures = asked_for([report.output])
+        figures = not_always_measured([report.output])
         lines += [f"{row.label:<10} {row.in_column(report.output)}" for row in figures]
         lines += [f"metric     {printable(change.name)} {change}" for change in report.metrics]
     if report.candidates:
         lines += ["", f"measured on {report.held_out}"]
-        figures = asked_for(each.output for each in report.candidates)
+        figures = not_always_measured(each.output for each in report.candidates)
         names = [*(row.label for row in figures), *(printable(change.name) for change in report.metrics)]
         rows = [
             (

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dtype_engine.core.text import printable
 from dtype_engine.core.units import human_bytes, perplexity_text
 from dtype_engine.reports.text_table import table_lines
-from dtype_engine.results.figures import asked_for
+from dtype_engine.results.figures import not_always_measured
 from dtype_engine.results.sweep import SweepReport, SweepRow
 
 _WIDTH, _HEIGHT = 60, 12
@@ -22,7 +22,7 @@ def sweep_text(report: SweepReport) -> str:
         f"drift      {report.unit}; * no other is smaller and no worse",
         "",
     ]
-    figures = asked_for(row.output for row in report.rows)
+    figures = not_always_measured(row.output for row in report.rows)
     perplexity = any(row.output.perplexity_candidate is not None for row in report.rows)
     rows = [
         (

@@ -32,12 +32,15 @@ NAMES = (
     "dp_median", "dp_p25", "dp_p10", "dp_p5", "dp_p01", "dp_min", "perplexity_reference_se", "perplexity_candidate_se",
     "perplexity_correlation", "perplexity_ratio", "perplexity_ratio_se", "perplexity_difference", "perplexity_difference_se",
     "psnr_db", "ssim", "nonfinite_reference", "nonfinite_candidate", "acceptance", "acceptance_se",
+    "recall_at_10", "recall_at_10_se",
 )  # fmt: skip
 """The names of what is measured of an output, in the order of JSON.
 
 `kl_` is about KL(p ‖ q) in nats per position, with p the reference's distribution and q the candidate's. `dp_` is about q - p of
-the actual next token, from -1 to 1. `acceptance` is the mean of Σ min(p, q), from 0 to 1, if a setting asks for it. `_se` is the
-standard error of a mean over positions. Percentiles (`_p999` is the 99.9th, `_p01` the 0.1th) need 100 positions.
+the actual next token, from -1 to 1. `acceptance` is the mean of Σ min(p, q), from 0 to 1, if a setting asks for it.
+`recall_at_10` is the share of an input's ten nearest others that stay among them, for models with one vector per input. `_se` is
+the standard error of a mean over positions, or of the recall over inputs. Percentiles (`_p999` is the 99.9th, `_p01` the 0.1th)
+need 100 positions.
 `runtime/numerics/compare/metrics.py` says how each is computed, and by whose definition.
 """
 

@@ -62,12 +62,19 @@ class Figure(msgspec.Struct, frozen=True):
     """Formats the value of the baseline recipe, beside the current one in the app's details."""
     setting: str = ""
     """The field of `RunSettings` that asks for this figure, or "" if it is always measured."""
+    of_some: bool = False
+    """Whether only models of some kind have this figure, without a setting that asks for it."""
     option: str = ""
     """The command-line option, besides `--min` and `--max`, that limits this figure, such as `max_kl`, or ""."""
     compute: Callable[[OutputDrift], float | None] | None = None
     """A function that computes the value from other figures, or None if the value is measured."""
     shown: Mapping[str, Shown] | None = None
     """The views that show the figure. None: all views show it as this row says."""
+
+    @property
+    def is_always_measured(self) -> bool:
+        """Whether tables may have a column for this figure before it was measured."""
+        return not self.setting and not self.of_some
 
     def of(self, output: OutputDrift) -> float | None:
         """Return the figure's value for an output, or None if it was not measured."""
@@ -124,10 +131,10 @@ def cells(view: View, output: OutputDrift, extent: Extent, *about: About) -> lis
     return [Cell(row, row.label_in(view, extent.of_tokens), text) for row, text in texts if text is not None]
 
 
-def asked_for(outputs: Iterable[OutputDrift | None]) -> list[Figure]:
-    """Return the figures that are measured only if a setting asks for them, and that one of the outputs has."""
+def not_always_measured(outputs: Iterable[OutputDrift | None]) -> list[Figure]:
+    """Return the figures that not all measurements have, and that one of the outputs has. They get a column of their own."""
     known = [output for output in outputs if output is not None]
-    rows = (row for row in FIGURES.values() if row.setting)
+    rows = (row for row in FIGURES.values() if not row.is_always_measured)
     return [row for row in rows if any(row.of(output) is not None for output in known)]
 
 
@@ -279,6 +286,12 @@ FIGURES: dict[str, Figure] = {row.name: row for row in (
     Figure("cosine", "cosine", "{:.6f}".format, better="more", what="between both outputs",
            shown=_in("details", "pane", "recipe", text=Shown(form="{:.8f}".format), report=Shown(form="{:.8f}".format),
                      pane_without_kl=Shown(order=-4))),
+    Figure("recall_at_10", "recall@10", _percent(2), percent_with_error, unit=" %", better="more", of_some=True,
+           what="of each input's 10 nearest others by cosine, ± standard error over inputs", baseline=_percent(2, ""),
+           comment="share of each input's 10 nearest others that stay the same, 1 is all",
+           shown=_in("report", "repr", "details", "recipe", text=Shown(around="{} of each input's 10 nearest others"),
+                     pane=Shown(form=_percent(2)), pane_without_kl=Shown(form=_percent(2), order=-4),
+                     comparison=Shown(form=_percent(2)), history=Shown(form=_percent(2)))),
     Figure("nonfinite", "non-finite", "{:,}".format, better="less",
            what="values that are NaN or infinite",
            shown=_in("recipe", report=Shown(text=lambda output, _: output.nonfinite_text))),

@@ -238,6 +238,8 @@ def test_paths_in_a_task_for_workers_are_absolute(source: Source, monkeypatch: p
     assert (made.texts, made.tensors, made.threads) == (
         (source.path.parent / "a.txt",), source.path.parent / "b.pt", 3,
     )  # fmt: skip
+    metrics = portable(de.Options(metrics=("queries:a.jsonl", "queries:accuracy", "lm-eval:arc_easy")), 1).metrics
+    assert metrics == (f"queries:{source.path.parent / 'a.jsonl'}", "queries:accuracy", "lm-eval:arc_easy")
 
 
 def test_causes_found_in_several_processes_equal_those_of_one_process(

@@ -101,8 +101,10 @@ def _sums(noise: float) -> ElementSums:
 
 
 def _drift(folder: Path) -> bytes:
+    import torch
+
     from dtype_engine.runtime.measure.modules.module_sums import ModuleSums
-    from dtype_engine.runtime.measure.running_totals import SavedSequence, SavedTotals
+    from dtype_engine.runtime.measure.running_totals import SavedSequence, SavedTotals, SavedVectors
     from dtype_engine.runtime.session import saved_drift
 
     rows = [0.1, 0.2, 0.3, 0.4]
@@ -118,6 +120,7 @@ def _drift(folder: Path) -> bytes:
             [0.2, 0.6, 0.7, 1.0],
             [1, 2, 3, 4],
             rows,
+            SavedVectors.of((torch.eye(6), torch.eye(6) + 0.1)),
         )
         for number in range(2)
     ]

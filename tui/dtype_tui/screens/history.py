@@ -16,7 +16,7 @@ from dtype_engine.core.options import RunSettings
 from dtype_engine.core.text import printable
 from dtype_engine.core.units import seconds_text
 from dtype_engine.reports.text_drift import versus
-from dtype_engine.results.figures import About, Figure, asked_for, figures_in
+from dtype_engine.results.figures import About, Figure, figures_in, not_always_measured
 from dtype_engine.results.meaning import Meaning, meaning
 from dtype_tui.rendering.canvas import Series, axes_around, linear_axes, plot
 from dtype_tui.rendering.cells import short_bytes, truncate
@@ -93,9 +93,9 @@ class MeasurementsScreen(ModalScreen[MeasuredRecipe]):
 
     @property
     def _figures(self) -> list[Figure]:
-        """The figures that have a column. Those that are measured only if a setting asks for them have none unless it did."""
-        asked = asked_for(entry.output for entry in self._entries)
-        return [row for row in figures_in("history") if not row.setting or row in asked]
+        """The figures that have a column. Those that not all measurements have are among them if one of these has them."""
+        further = not_always_measured(entry.output for entry in self._entries)
+        return [row for row in figures_in("history") if row.is_always_measured or row in further]
 
     def _fill(self, at: int) -> None:
         """Fill the table again: pinned measurements first, then the newest first. at: the cursor's new index in the history."""

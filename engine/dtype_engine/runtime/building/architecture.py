@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import re
 from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from dtype_engine.checkpoint import Checkpoint
+from dtype_engine.checkpoint.embedding_modules import MODULES, embedding_modules
 from dtype_engine.checkpoint.modeling_source import foreign_prefix
 from dtype_engine.checkpoint.packed_weights import quantized_parts
 from dtype_engine.checkpoint.plausible import ImpossibleConfig, refuse_impossible
@@ -153,6 +154,9 @@ def _model_class(
     named, notices = _named(config)
     for name in named:
         if (model_class := _class_named(transformers, name)) is not None:
+            if known and _has_head(name) and not config.get("is_encoder_decoder") and _is_embedder(folder):
+                opened = f"opened as {_bare_class(str(model_type))}, not as {name}, as sentence-transformers does"
+                return transformers.AutoModel, (*notices, f"{MODULES} describes an embedding: {opened}")
             return model_class, notices
     if auto_map and options.trust_remote_code:
         return getattr(transformers, _auto_class(transformers, auto_map, named)), notices
@@ -200,8 +204,7 @@ def _backbone(transformers: ModuleType, model_type: str, named: tuple[str, ...])
         ),
         None,
     )
-    bare = modeling_auto.MODEL_MAPPING_NAMES.get(model_type, "AutoModel")
-    bare = bare if isinstance(bare, str) else bare[0]
+    bare = _bare_class(model_type)
     why = (
         f"config.json names {', '.join(printable(name, 60) for name in named[:3])}, which is no model of transformers"
         if named
@@ -209,6 +212,27 @@ def _backbone(transformers: ModuleType, model_type: str, named: tuple[str, ...])
     )
     hint = f"; --architecture {with_head} opens the model with its head" if with_head is not None else ""
     return f"{why}: opened as the bare {bare}, and what is measured is its last hidden state, not logits{hint}"
+
+
+def _bare_class(model_type: str) -> str:
+    """Return the name of the class without a head that `AutoModel` makes of a `model_type`."""
+    from transformers.models.auto import modeling_auto
+
+    bare = modeling_auto.MODEL_MAPPING_NAMES.get(model_type, "AutoModel")
+    return str(bare if isinstance(bare, str) else bare[0])
+
+
+def _has_head(name: str) -> bool:
+    """Return whether a class of transformers, such as BertForMaskedLM or GPT2LMHeadModel, has a head, by its name."""
+    return "For" in name or name.endswith("LMHeadModel")
+
+
+def _is_embedder(folder: Path) -> bool:
+    """Return whether sentence-transformers opens the folder's model without a head. An invalid file is said with the figures."""
+    with suppress(UserError):
+        modules = embedding_modules(folder)
+        return modules is not None and modules.bare and bool(modules.poolings)
+    return False
 
 
 def _class_named(transformers: ModuleType, name: str) -> Any:

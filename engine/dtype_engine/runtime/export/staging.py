@@ -8,23 +8,28 @@ import shutil
 import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import chain
 from pathlib import Path
 
 from dtype_engine.checkpoint import resolve_inside
+from dtype_engine.checkpoint.weight_files import refuse_link_out
 from dtype_engine.core.atomic_write import fsync_dir, umask
 from dtype_engine.core.errors import UserError
 from dtype_engine.core.export_lock import OLD, PARTIAL, REPLACED, locked, sibling
 from dtype_engine.core.text import printable
 from dtype_engine.core.units import human_bytes
 
+_IN_FOLDERS = ("*_Pooling/config.json", "*_Dense/config.json", "*_Dense/model.safetensors")
+"""How sentence-transformers makes one vector of a text (`checkpoint/embedding_modules.py`)."""
 ALONG = (
     "generation_config.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json",
     "vocab.json", "vocab.txt", "merges.txt", "normalizer.json", "*.model", "*.spm", "*.tiktoken", "chat_template.*",
     "preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json", "feature_extractor_config.json",
     "configuration_*.py", "modeling_*.py", "tokenization_*.py", "processing_*.py", "image_processing_*.py",
+    "modules.json", "config_sentence_transformers.json", "sentence_bert_config.json", *_IN_FOLDERS,
     "LICENSE*", "NOTICE*",
 )  # fmt: skip
-"""Patterns for the names of the files without weights that an export copies."""
+"""Patterns for the names of the files that an export copies unchanged, relative to the folder."""
 _OF_QUANTISER = ("quantize_config.json", "quant_config.json", "hf_quant_config.json")
 """The files in which programs that quantize weights save their settings."""
 _LARGEST = 1 << 30
@@ -107,18 +112,20 @@ def copy_sidecars(source: Path, stage: Path, of_quantiser: bool = False) -> tupl
     known names are copied. Links that lead out of the folder are not followed, except links within the Hugging Face cache.
     """
     notices = []
-    for entry in sorted(source.iterdir()):
-        wanted = (*ALONG, *(_OF_QUANTISER if of_quantiser else ()))
-        if not any(fnmatch.fnmatchcase(entry.name, pattern) for pattern in wanted):
+    for entry in sorted((*source.iterdir(), *chain.from_iterable(map(source.glob, _IN_FOLDERS)))):
+        wanted, name = (*ALONG, *(_OF_QUANTISER if of_quantiser else ())), entry.relative_to(source).as_posix()
+        if not any(fnmatch.fnmatchcase(name, pattern) for pattern in wanted):
             continue
         try:
-            real = resolve_inside(source, entry.name).resolve(strict=True)
+            refuse_link_out(source, name.partition("/")[0])
+            real = resolve_inside(entry.parent, entry.name).resolve(strict=True)
         except UserError as error:
             notices.append(f"not copied: {error}")
             continue
         status = os.stat(real)
         if not stat.S_ISREG(status.st_mode) or status.st_size > _LARGEST:
-            notices.append(f"not copied: {printable(entry.name)} is no regular file under {human_bytes(_LARGEST)}")
+            notices.append(f"not copied: {printable(name)} is no regular file under {human_bytes(_LARGEST)}")
             continue
-        shutil.copyfile(real, stage / entry.name)
+        (stage / name).parent.mkdir(exist_ok=True)
+        shutil.copyfile(real, stage / name)
     return tuple(notices)

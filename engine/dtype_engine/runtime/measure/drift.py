@@ -27,6 +27,7 @@ from dtype_engine.results.memory import MemoryStats
 from dtype_engine.runtime.device import cache_budget, enough_memory
 from dtype_engine.runtime.execution.executor import Executor, for_states
 from dtype_engine.runtime.inputs import Inputs
+from dtype_engine.runtime.measure.embeddings import Embedding
 from dtype_engine.runtime.measure.listener import MeasurementListener
 from dtype_engine.runtime.measure.modules.comparer import ModuleComparer
 from dtype_engine.runtime.measure.modules.module_sums import ModuleSums
@@ -38,6 +39,7 @@ from dtype_engine.runtime.measure.running_totals import ReferenceRecord, Running
 from dtype_engine.runtime.model.live import LiveModel
 from dtype_engine.runtime.model.stored_tree import NOT_USED
 from dtype_engine.runtime.modes.reference import reference_name
+from dtype_engine.runtime.numerics.compare.metrics import OutputMetrics
 from dtype_engine.runtime.numerics.compare.pictures import picture_range
 from dtype_engine.runtime.passes.class_dimensions import classes_dimension
 from dtype_engine.runtime.passes.kept_positions import KeptPositions
@@ -215,10 +217,7 @@ class DriftMeter:
                     [partial(self._reference, executor, step, progress, sharing) for step in steps]
                 )
                 if totals is None:
-                    name, output = references[0].output_name, references[0].output
-                    classes_dim = classes_dimension(self.model.module, name, output, self.settings.classes_dim)
-                    pixels, acceptance = picture_range(self.model.module), self.settings.acceptance
-                    totals = RunningTotals(name, output, classes_dim, len(batches), self.routed, pixels, acceptance)
+                    totals = self._empty_totals(references[0])
                 comparers = []
                 for step, reference in zip(steps, references, strict=True):
                     batch, attended = batches[step.number], reference.attended
@@ -240,6 +239,18 @@ class DriftMeter:
                         if listener.on_modules is not None:
                             listener.on_modules(totals.modules)
                     yield totals
+
+    def _empty_totals(self, reference: ReferenceRecord) -> RunningTotals:
+        """Return totals without sequences. reference: the outputs of the first sequence that has run."""
+        name, output, model = reference.output_name, reference.output, self.model
+        classes_dim = classes_dimension(model.module, name, output, self.settings.classes_dim)
+        comparison = OutputMetrics(classes_dim, picture_range(model.module), self.settings.acceptance)
+        embedding = self.embedding(name, output.ndim)
+        return RunningTotals(name, output, comparison, len(self.inputs.batches), self.routed, embedding)
+
+    def embedding(self, name: str, dimensions: int) -> Embedding | None:
+        """Return how the vectors of inputs are made, or None if the model makes none. name, dimensions: of the main output."""
+        return Embedding.of(self.model, name, dimensions, self.inputs.batches[0])
 
     def _forget_other_settings(self) -> None:
         """Drop outputs that passes with other settings computed."""

@@ -9,11 +9,13 @@ from typing import Any
 import msgspec
 import torch
 
+from dtype_engine.core.errors import UserError
 from dtype_engine.core.number_ranges import Amount, Count, Dimension, Dimensions, Positive
 from dtype_engine.core.units import plural
 from dtype_engine.results.drift import NATS, Extent, ModuleDrift, OutputDrift, PartialDrift, Seconds, unit_for
 from dtype_engine.results.pictures import MOST_PICTURES, PicturePair
 from dtype_engine.runtime.inputs import Batch
+from dtype_engine.runtime.measure.embeddings import Embedding, neighbors_notice
 from dtype_engine.runtime.measure.modules.module_sums import ModuleSums
 from dtype_engine.runtime.measure.sampling_error import batch_means_error, relative_error
 from dtype_engine.runtime.numerics.compare.element_sums import ElementSums
@@ -46,6 +48,35 @@ class ReferenceRecord:
         self.nbytes = sum({id(tensor): tensor.nbytes for tensor in held}.values())
 
 
+class SavedVectors(msgspec.Struct):
+    """The vectors of a sequence's inputs by the reference and by the candidate, as float32 in the machine's byte order."""
+
+    width: Positive
+    reference: bytes
+    candidate: bytes
+
+    @property
+    def fits(self) -> bool:
+        """Whether both sides have equally many whole vectors, at least one."""
+        return (
+            bool(self.reference)
+            and len(self.reference) == len(self.candidate)
+            and not len(self.reference) % (4 * self.width)
+        )
+
+    @classmethod
+    def of(cls, vectors: tuple[torch.Tensor, torch.Tensor]) -> SavedVectors:
+        return cls(vectors[0].shape[1], *(each.contiguous().numpy().tobytes() for each in vectors))
+
+    def tensors(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the vectors of both sides, float32 [inputs, width]."""
+        reference, candidate = (
+            torch.frombuffer(bytearray(each), dtype=torch.float32).reshape(-1, self.width)
+            for each in (self.reference, self.candidate)
+        )
+        return reference, candidate
+
+
 class SavedSequence(msgspec.Struct):
     """The results of one sequence, as they are written to a file. `SequenceFigures` describes the fields."""
 
@@ -62,11 +93,14 @@ class SavedSequence(msgspec.Struct):
     position: list[Positive] | None = None
     accepted: list[float] | None = None
     """As in `PositionFigures`, if the acceptance was asked for."""
+    vectors: SavedVectors | None = None
 
     def fits(self, classes_dim: int | None, acceptance: bool) -> bool:
         """Return whether there are figures of as many positions as there are rows, and only if the output is a distribution.
         acceptance: whether there must be an acceptance at each position.
         """
+        if self.vectors is not None and not self.vectors.fits:
+            return False
         further = {len(values) for values in (self.confidence, self.position, self.accepted) if values is not None}
         if self.positions is None:
             return classes_dim is None and not further
@@ -95,21 +129,19 @@ class SavedTotals(msgspec.Struct):
 class RunningTotals:
     """The results of the sequences that a measurement has run so far. Metrics do not depend on the order of the sequences.
 
-    output_name, output: the name of the main output, and its value for the first sequence. classes_dim: the dimension of this
-    output with the logits of a distribution, or None. total: the number of all sequences. routed: whether the model routes tokens
-    to experts. If so, no sampling error is given before all sequences are done (`sampling_error`). picture_range: if the output is
-    a picture, its values for black and for full brightness. acceptance: whether to compute the acceptance of distributions.
+    output_name, output: the name of the main output, and its value for the first sequence. comparison: what compares the main
+    outputs, without sequences. total: the number of all sequences. routed: whether the model routes tokens to experts. If so, no
+    sampling error is given before all sequences are done (`sampling_error`). embedding: how `comparison` makes vectors of inputs.
     """
 
     def __init__(
         self,
         output_name: str,
         output: torch.Tensor,
-        classes_dim: int | None,
+        comparison: OutputMetrics,
         total: int,
         routed: bool = False,
-        picture_range: tuple[float, float] | None = None,
-        acceptance: bool = False,
+        embedding: Embedding | None = None,
     ) -> None:
         self.output_name = output_name
         self.dimensions = output.ndim
@@ -118,7 +150,10 @@ class RunningTotals:
         """The indexes, among the inputs, of the sequences that were added, in the order in which they were added."""
         self._total = total
         self._routed = routed
-        self._comparison = OutputMetrics(classes_dim, picture_range, acceptance)
+        self._comparison = comparison
+        self._embedding = embedding
+        if embedding is not None and not embedding.why_not:
+            comparison.vectors_of = embedding.vectors
         self._pictures: dict[int, PicturePair] = {}
         self._kl_means: list[float] = []
         self._kl_within = 0.0
@@ -151,6 +186,7 @@ class RunningTotals:
         if number in self.numbers:
             return
         self._comparison.add(reference.output, output, batch.next_tokens, number, kept)
+        self._refuse_other_width(number)
         self._count(number)
         if self._comparison.picture_range is not None and output.ndim >= 4 and number < MOST_PICTURES:
             low, high = self._comparison.picture_range
@@ -160,6 +196,14 @@ class RunningTotals:
         self._reference_seconds += reference.seconds
         self._candidate_seconds += ran.seconds
         self._reused = self._reused or ran.reused
+
+    def _refuse_other_width(self, number: int) -> None:
+        """Raise UserError if the vectors of a sequence have another width than those that were saved, which somebody changed."""
+        vectors = [self._comparison.sequences[each].vectors for each in (*self.numbers[:1], number)]
+        if len({of_both[0].shape[1] for of_both in vectors if of_both is not None}) > 1:
+            raise UserError(
+                "the saved drift has vectors of another width than the model's; remove it or give another file"
+            )
 
     def add_figures(self, number: int, figures: SequenceFigures) -> None:
         """Add the figures of one sequence that was not added before. number: its index among the inputs."""
@@ -188,6 +232,7 @@ class RunningTotals:
                 row.confidence = None if at.confidence is None else at.confidence.tolist()
                 row.position = None if at.position is None else at.position.tolist()
                 row.accepted = None if at.accepted is None else at.accepted.tolist()
+            row.vectors = None if one.vectors is None else SavedVectors.of(one.vectors)
             sequences.append(row)
         return SavedTotals(
             self.output_name,
@@ -202,12 +247,15 @@ class RunningTotals:
         )
 
     @classmethod
-    def restored(cls, saved: SavedTotals, total: int, routed: bool) -> RunningTotals:
+    def restored(
+        cls, saved: SavedTotals, total: int, routed: bool, embedding: Embedding | None = None
+    ) -> RunningTotals:
         """Return totals with the results of `saved`. total: the number of all sequences. routed: whether the model routes tokens to
-        experts.
+        experts. embedding: how vectors are made of the sequences that are still to run.
         """
         output = torch.empty((0,) * saved.dimensions)
-        totals = cls(saved.output_name, output, saved.classes_dim, total, routed, acceptance=saved.acceptance)
+        comparison = OutputMetrics(saved.classes_dim, acceptance=saved.acceptance)
+        totals = cls(saved.output_name, output, comparison, total, routed, embedding)
         totals._reference_seconds, totals._candidate_seconds = saved.seconds
         totals._left_out, totals._left_wide = set(saved.modules_left_out), set(saved.left_wide)
         totals._unseen = set(saved.unseen)
@@ -224,7 +272,8 @@ class RunningTotals:
                     )
                 )
                 positions = PositionFigures(kl, same.bool(), log_p, log_q, *further)
-            totals.add_figures(one.number, SequenceFigures(one.rows, one.sums, positions, one.left_out))
+            vectors = None if one.vectors is None else one.vectors.tensors()
+            totals.add_figures(one.number, SequenceFigures(one.rows, one.sums, positions, one.left_out, vectors))
             if one.modules is not None:
                 totals.set_modules(one.number, one.modules)
         return totals
@@ -308,8 +357,8 @@ class RunningTotals:
         return Seconds(self._reference_seconds, self._candidate_seconds, self._reused)
 
     def partial(self) -> PartialDrift:
-        """Return the drift of the main output over the sequences added so far."""
-        return PartialDrift(self.output, self.extent)
+        """Return the drift of the main output over the sequences added so far, without the recall, which takes long to compute."""
+        return PartialDrift(self._comparison.result(with_neighbors=False), self.extent)
 
     def notices(self, output: OutputDrift) -> tuple[str, ...]:
         """Return notices about the metrics, such as modules that could not be compared. output: the metrics of the main output."""
@@ -328,6 +377,8 @@ class RunningTotals:
             if self._comparison.classes_dim is not None:
                 why = "the probabilities of some tokens are not known one by one"
             notices.append(f"acceptance is not measured: {why}")
+        if self._embedding is not None:
+            notices.append(neighbors_notice(self._embedding, self._comparison.inputs))
         if output.kl_mean is not None and not output.nonfinite_reference and "confidence" not in output.groups:
             notices.append(
                 "there are no groups of positions: an earlier version of the program saved a part of the measurement"

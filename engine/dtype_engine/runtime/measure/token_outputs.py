@@ -17,6 +17,7 @@ from dtype_engine.runtime.measure.listener import MeasurementListener
 from dtype_engine.runtime.measure.running_totals import RunningTotals
 from dtype_engine.runtime.model.live import LiveModel
 from dtype_engine.runtime.numerics.compare.merged import merged_figures
+from dtype_engine.runtime.numerics.compare.metrics import OutputMetrics
 from dtype_engine.runtime.numerics.compare.sequence_figures import SequenceFigures, sequence_figures
 from dtype_engine.runtime.passes.class_dimensions import classes_dimension
 from dtype_engine.runtime.passes.forward_pass import ModuleObserver
@@ -94,7 +95,7 @@ def compare_with(
     with closing(outputs):
         for number, (batch, (name, logits, lasted)) in enumerate(zip(batches, outputs, strict=True)):
             if totals is None:
-                totals = RunningTotals(name, logits, 2, len(batches), acceptance=acceptance)
+                totals = RunningTotals(name, logits, OutputMetrics(2, acceptance=acceptance), len(batches))
             read = file.outputs(number, logits.shape[-1])
             figures = _figures(read, file_is, logits[0], batch.next_tokens, acceptance)
             if figures.positions is not None:

@@ -15,13 +15,16 @@ from dtype_engine.checkpoint.source import locate_metric
 from dtype_engine.core.cancellation import IsCancelled
 from dtype_engine.core.errors import UserError
 from dtype_engine.core.foreign_code import failures_as, with_line
-from dtype_engine.core.options import LM_EVAL, RunSettings
+from dtype_engine.core.input_limits import InputLimits
+from dtype_engine.core.options import QUERIES, RunSettings, evaluation
 from dtype_engine.core.text import printable
+from dtype_engine.core.user_folders import expanded
 from dtype_engine.results.metrics import MetricChange
 from dtype_engine.runtime.building.python_source import import_named
 from dtype_engine.runtime.inputs import Inputs
 from dtype_engine.runtime.measure.listener import OnProgress
 from dtype_engine.runtime.measure.paired import Aggregate, Examples, compare, epsilon_of
+from dtype_engine.runtime.measure.queries_metric import queries_function
 from dtype_engine.runtime.measure.torchmetrics_metric import is_torchmetrics, per_example
 from dtype_engine.runtime.model.containers import with_tensors
 from dtype_engine.runtime.model.live import LiveModel
@@ -52,22 +55,25 @@ class ModelMetric:
     """The Python file of the function, for errors. None if it is the code of a package."""
 
 
-def load_metrics(texts: Sequence[str]) -> tuple[OutputMetric | ModelMetric, ...]:
+def load_metrics(texts: Sequence[str], limits: InputLimits) -> tuple[OutputMetric | ModelMetric, ...]:
     """Return the metrics that `texts` name, as in `Options.metrics`, such as `metrics.py:accuracy`. This runs the user's Python
-    files. Raises UserError for a metric that does not exist, and if two have the same name.
+    files. limits: on files of queries. Raises UserError for a metric that does not exist, and if two have the same name.
     """
-    metrics = tuple(map(_load, texts))
+    metrics = tuple(_load(text, limits) for text in texts)
     for name, count in Counter(metric.name for metric in metrics).items():
         if count > 1:
             raise UserError(f"{count} metrics have the name {name}: give them different names")
     return metrics
 
 
-def _load(text: str) -> OutputMetric | ModelMetric:
-    if text.startswith(LM_EVAL):
+def _load(text: str, limits: InputLimits) -> OutputMetric | ModelMetric:
+    if (found := evaluation(text)) is not None:
+        prefix, named = found
+        if prefix == QUERIES:
+            return ModelMetric(text, queries_function(expanded(named), limits))
         from dtype_engine.runtime.measure.lm_eval_metric import lm_eval_function
 
-        return ModelMetric(text, lm_eval_function(text.removeprefix(LM_EVAL)))
+        return ModelMetric(text, lm_eval_function(named))
     source = locate_metric(text)
     made, module = import_named(source)
     name = str(source.attribute)

@@ -148,7 +148,7 @@ class DriftMeasurements:
 
     def _metric_meter(self, need_inputs: Callable[[], Inputs]) -> MetricMeter | None:
         if self._metrics is None and self.options.metrics:
-            loaded, data = load_metrics(self.options.metrics), need_inputs()
+            loaded, data = load_metrics(self.options.metrics, self.options.limits), need_inputs()
             if self.options.data:
                 data = inputs_of(self.model, data_options(self.options))
             self._metrics = MetricMeter(self.model, loaded, data, self.behavior)

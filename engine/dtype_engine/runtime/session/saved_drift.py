@@ -57,9 +57,11 @@ def saving(
     if picture_range(meter.model.module) is not None:
         raise UserError("--save: the pictures that this model makes are not saved")
     sequences, on_sequence = len(meter.inputs.batches), listener.on_sequence
-    begun = (
-        RunningTotals.restored(read(path, fingerprint, sequences), sequences, meter.routed) if path.exists() else None
-    )
+    begun = None
+    if path.exists():
+        saved = read(path, fingerprint, sequences)
+        embedding = meter.embedding(saved.output_name, saved.dimensions)
+        begun = RunningTotals.restored(saved, sequences, meter.routed, embedding)
     finished: list[RunningTotals] = []
     throttle = Throttle(every=_BETWEEN_S / INTERVAL_S)
     is_unsaved = False
@@ -113,11 +115,13 @@ def read(path: Path, expected: Fingerprint, sequences: int) -> SavedTotals:
     if saved.drift_version != _VERSION:
         raise UserError(f"{path} was saved by another version of this program; remove it or give another file")
     numbers = {one.number for one in saved.totals.sequences}
+    widths = {one.vectors.width for one in saved.totals.sequences if one.vectors is not None}
     if differing := different(saved.fingerprint, expected):
         what = " and ".join(_OTHER[each] for each in differing)
         raise UserError(f"the saved drift {path} was measured with {what}; remove it or give another file")
     if (
         len(numbers) < len(saved.totals.sequences)
+        or len(widths) > 1
         or not all(number < sequences for number in numbers)
         or not all(one.fits(saved.totals.classes_dim, saved.totals.acceptance) for one in saved.totals.sequences)
     ):

@@ -358,7 +358,7 @@ def test_limits_on_user_metrics_decide_the_exit_status(lab: Path, capsys: pytest
         ([*metric, "--min", "accuracy"], "give METRIC=NUMBER"),
         ([*metric, "--max", "accuracy=much"], "give METRIC=NUMBER"),
         (["--data", "digits.npz"], "--data has the examples of a --metric"),
-        (["--eval", "helm:mmlu"], "the harness that is known is lm-eval"),
+        (["--eval", "helm:mmlu"], "write lm-eval:TASK, such as lm-eval:arc_easy, or queries:FILE.jsonl"),
     ):
         status, _, err = drift(capsys, *arguments)
         assert (status, err.count("\n")) == (2, 1)

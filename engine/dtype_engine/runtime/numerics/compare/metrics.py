@@ -11,6 +11,7 @@
     perplexity             exp of the mean of -ln p of the correct next token
     log ratio              mean of ln p - ln q of the correct next token: ln(PPL(c) / PPL(r))
     perplexity correlation of -ln p and -ln q over the scored tokens
+    recall at 10           share of an input's ten nearest others, by cosine of c, that are among its ten nearest by cosine of r
 
 The distribution metrics are those of llama.cpp's `llama-perplexity --kl-divergence` (tools/perplexity), with the same definitions.
 The standard error of a mean is s / √n. The standard error of a function of means is its first-order propagation: for exp(m), it is
@@ -26,12 +27,14 @@ If some values of the reference are NaN or infinite, the metrics of Δ cover the
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
 from dtype_engine.results.drift import OutputDrift
+from dtype_engine.runtime.numerics.compare import neighbors
 from dtype_engine.runtime.numerics.compare.element_sums import ElementSums
 from dtype_engine.runtime.numerics.compare.groups import grouped, positions_in_sequences
 from dtype_engine.runtime.numerics.compare.pictures import PictureSums, picture_sums
@@ -56,6 +59,10 @@ class OutputMetrics:
     """If the output is a picture, the pixel values of black and of full brightness."""
     acceptance: bool = False
     """Whether to compute the acceptance of distributions."""
+    vectors_of: Callable[[torch.Tensor, torch.Tensor | None], torch.Tensor] | None = None
+    """Makes the vectors of inputs, float32 [inputs, width], of an output and of its mask of kept positions. None if the model has
+    none.
+    """
     sequences: dict[int, SequenceFigures] = field(default_factory=dict)
     """The comparison of the two outputs on each sequence, keyed by sequence number."""
     _pictures: dict[int, PictureSums] = field(default_factory=dict)
@@ -90,12 +97,22 @@ class OutputMetrics:
         if figures.positions is not None and classes_dim == 2 == reference.ndim - 1:
             figures.positions.position = positions_in_sequences(reference.shape[:2], kept)
         place = len(self.sequences) if number is None else number
+        if self.vectors_of is not None and place * len(reference) < neighbors.MOST:
+            figures.vectors = self.vectors_of(reference, kept), self.vectors_of(candidate, kept)
         self.sequences[place] = figures
         if self.picture_range is not None and reference.ndim >= 4:
             self._pictures[place] = picture_sums(reference, candidate, *self.picture_range)
 
-    def result(self) -> OutputDrift:
-        """Return the metrics over all sequences that were added."""
+    @property
+    def inputs(self) -> int:
+        """The number of inputs whose neighbors are compared."""
+        pairs = [each.vectors for each in self.sequences.values() if each.vectors is not None]
+        return min(neighbors.MOST, sum(len(reference) for reference, _ in pairs))
+
+    def result(self, with_neighbors: bool = True) -> OutputDrift:
+        """Return the metrics over all sequences that were added. with_neighbors: whether to compare neighbors, for which the time
+        grows with the square of the number of inputs.
+        """
         sequences = [sequence for _, sequence in sorted(self.sequences.items())]
         sums = ElementSums()
         for sequence in sequences:
@@ -122,7 +139,16 @@ class OutputMetrics:
             figures |= _of_next_tokens(log_p, log_q) if len(log_p) else {}
             if not sums.nonfinite_reference:
                 figures["groups"] = grouped(positions)
+        if with_neighbors and self.inputs >= neighbors.FEWEST:
+            figures |= _of_neighbors([sequence.vectors for sequence in sequences if sequence.vectors is not None])
         return OutputDrift(**OutputDrift.fields_of(figures))
+
+
+def _of_neighbors(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> dict[str, float | None]:
+    """Return the recall at 10 with its standard error over inputs. pairs: the vectors of both sides, of each sequence."""
+    both = (torch.cat(vectors)[: neighbors.MOST] for vectors in zip(*pairs, strict=True))
+    share = neighbors.recall(*both)
+    return {"recall_at_10": float(share.mean()), "recall_at_10_se": _standard_error(share)}
 
 
 def _of_elements(sums: ElementSums) -> dict[str, float | None]:

@@ -69,6 +69,10 @@ class SequenceFigures:
     """The metrics at each position, or None if the outputs are not logits."""
     left_out: int = 0
     """Number of positions that were not compared because a mask marks them as padding."""
+    vectors: tuple[torch.Tensor, torch.Tensor] | None = None
+    """The vectors of the inputs by the reference and by the candidate, float32 [inputs, width] on the CPU, if their neighbors are
+    compared.
+    """
 
 
 def sequence_figures(
