@@ -22,11 +22,25 @@ def float8_codes(random: np.random.Generator, *shape: int) -> np.ndarray[Any, An
     return random.choice(np.array([code for code in range(256) if code & 127 != 127], np.uint8), shape)
 
 
+_PLANES = {3: (2, 1), 5: (4, 1), 6: (4, 2), 7: (4, 2, 1)}
+"""Widths of the planes of `gptq_p`, from the table in GPTQModel's docs/gptq_planar.md."""
+
+
+def in_planes(codes: np.ndarray[Any, Any], bits: int) -> torch.Tensor:
+    """Pack unsigned codes [rows, columns] as `gptq_p` packs them: for every 32 codes of a row, a plane of each width in turn."""
+    blocks = []
+    for block in np.split(codes, codes.shape[1] // 32, axis=1):
+        for width in _PLANES.get(bits, (bits,)):
+            blocks.append(words(block % 2**width, width))
+            block = block // 2**width
+    return torch.cat(blocks, 1)
+
+
 def gptq(bits: int = 4, form: str = "gptq", size: int = 32, columns: int = 96, order: str = "none") -> Case:
-    """A weight [64, columns] in GPTQ's layout. form: "gptq" stores zero points minus one, "gptq_v2" as they are. order: "none" for
-    a file without g_idx, "regular" or "shuffled".
+    """A weight [64, columns] in GPTQ's layout. form: "gptq" stores zero points minus one, "gptq_v2" as they are, and "gptq_p" also
+    splits codes into planes. order: "none" for a file without g_idx, "regular" or "shuffled".
     """
-    random = np.random.default_rng(bits)
+    random, pack = np.random.default_rng(bits), in_planes if form == "gptq_p" else words
     each = columns if size == -1 else size
     groups, rows = -(-columns // each), 64
     codes, zeros = (random.integers(0, 1 << bits, (rows, extent)) for extent in (columns, groups))
@@ -36,14 +50,14 @@ def gptq(bits: int = 4, form: str = "gptq", size: int = 32, columns: int = 96, o
         group = random.permutation(group)
     right = (codes - zeros[:, group]).astype(np.float32) * floats(scale).T[:, group]
     less = int(form == "gptq")
-    if bits == 3:
-        stored = words((zeros.T - less) % 8, bits)
+    if bits == 3 or form == "gptq_p":
+        stored = pack((zeros.T - less) % 2**bits, bits)
     else:  # whole words are subtracted
         ones = int("1".zfill(bits) * (32 // bits), 2)
         stored = torch.from_numpy(
             (words(zeros.T, bits).numpy().view(np.uint32) - np.uint32(less * ones)).view(np.int32)
         )
-    tensors = {"m.qweight": words(codes, bits).t(), "m.qzeros": stored, "m.scales": scale}
+    tensors = {"m.qweight": pack(codes, bits).t(), "m.qzeros": stored, "m.scales": scale}
     if order != "none":
         tensors["m.g_idx"] = torch.from_numpy(group.astype(np.int32))
     declared = {"quant_method": "gptq", "bits": bits, "group_size": size, "checkpoint_format": form}
@@ -301,6 +315,7 @@ CASES: dict[str, Callable[[], Case]] = {
     "gptq": gptq,
     "gptq 3 bits, version 2": lambda: gptq(3, "gptq_v2"),
     "gptq 8 bits, ordered columns": lambda: gptq(8, order="shuffled"),
+    "gptq 5 bits in planes": lambda: gptq(5, "gptq_p"),
     "awq": awq,
     "awq gemv": lambda: awq("gemv"),
     "awq gemv_fast": lambda: awq("gemv_fast"),
