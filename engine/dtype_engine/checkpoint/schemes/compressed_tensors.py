@@ -313,8 +313,9 @@ def _scale_shapes(weight: PackedWeight, tensors: Tensors, config: Config) -> Sha
     if len(codes.shape) < 2:
         return ()
     *front, rows, columns = codes.shape
-    if codes.dtype == "uint8":
-        return () if scale.shape[:1] == (2 * rows,) else ((*front, rows, 2 * columns // 16),)
+    if codes.dtype == "uint8":  # NVFP4, MXFP4, or integers of a program that only its configuration tells
+        width = {"float8_e4m3fn": 16, "uint8": 32}.get(scale.dtype)
+        return () if width is None else ((*front, rows, 2 * columns // width),)
     if scale.dtype == "uint8":
         return ((*front, rows, -(-columns // 32)),)
     height, width = block_in(config)

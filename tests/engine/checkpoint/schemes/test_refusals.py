@@ -17,6 +17,7 @@ from tests.helpers.quantized.quantizers import (
     awq,
     bnb_4bit,
     bnb_8bit,
+    gemma,
     gptq,
     hqq,
     mlx_affine,
@@ -169,6 +170,9 @@ LARGE = torch.zeros((1 << 20) + 1, dtype=torch.uint8)
         *((modelopt_svd, change) for change in (
             *(change(f"x.svdquant_lora_{end}") for change in (without, shorter) for end in "ab"),
             declared(quant_algo="FP8"),
+        )),
+        *((gemma, change) for change in (
+            without("m.weight_scale"), shorter("m.weight_scale"), other("m.weight_scale", torch.zeros(24, 3)),
         )),
         *((quanto, change) for change in (
             without("m.weight._scale"), shorter("m.weight._scale"),
