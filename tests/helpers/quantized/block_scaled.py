@@ -177,6 +177,14 @@ def fp8_blocks(shape: tuple[int, int] = (130, 136)) -> Case:
     return Case(tensors, {"x.weight": right}, "fp8:e4m3@128x128", {"quantization_config": declared})
 
 
+def auto_round(case: Case, group_size: object = 16, **more: object) -> Case:
+    """Return a case of compressed-tensors as AutoRound declares it in its own format."""
+    settings = {"quant_method": "auto-round", "packing_format": "auto_round:llm_compressor", "group_size": group_size}
+    case.config = {"quantization_config": {**settings, **more}}
+    case.format = f"auto-round:{case.format.partition(':')[2]}"
+    return case
+
+
 def _hf_fp8(method: str) -> Case:
     """Return float8 as transformers declares it without blocks: one scale, or one for each row by FBGEMM."""
     codes = _fp8_codes((20, 48))
@@ -411,6 +419,12 @@ CASES: dict[str, Callable[[], Case]] = {
     "ct mxfp4": lambda: _ct_floats(4, 32),
     "ct mxfp6": lambda: _ct_floats(6, 32),
     "ct mxfp8": lambda: _ct_floats(8, 32),
+    "auto-round nvfp4": lambda: auto_round(_ct_floats(4, 16), act_data_type="nv_fp4_with_static_gs", act_bits=4),
+    "auto-round nvfp4 with e5m3 scales": lambda: auto_round(ct_e5m3(6)),
+    "auto-round mxfp4": lambda: auto_round(_ct_floats(4, 32), 32),
+    "auto-round mxfp8": lambda: auto_round(_ct_floats(8, 32), 32, act_data_type="mx_fp", act_bits=8),
+    "auto-round fp8 by rows": lambda: auto_round(_ct_fp8("channel"), -1),
+    "auto-round fp8 in blocks": lambda: auto_round(fp8_blocks(), [128, 128]),
     "fp8 in blocks": fp8_blocks,
     "fp8 with one scale": lambda: _hf_fp8("fp8"),
     "fp8 by rows": lambda: _hf_fp8("fbgemm_fp8"),

@@ -75,7 +75,7 @@ def _read(tensors: Tensors, config: Config, metadata: Metadata) -> Weights:
         zero = f"{name}_zero_point" in tensors
         arguments_of = _arguments(name.rpartition(".")[0], groups, settings.get("format"))
         tried = sorted(arguments_of, key=lambda each: (each.get("symmetric") is False) != zero)
-        weights = (_read_weight(name, arguments, tensors) for arguments in tried)
+        weights = (read_weight(name, arguments, tensors) for arguments in tried)
         yield next((weight for weight in weights if weight is not None), None)
 
 
@@ -109,7 +109,10 @@ def _arguments(module: str, groups: Mapping[str, Any], usual: object) -> list[Ma
     return named or of_classes + others
 
 
-def _read_weight(name: str, arguments: Mapping[str, Any], tensors: Tensors) -> CodedWeight | None:
+def read_weight(name: str, arguments: Mapping[str, Any], tensors: Tensors) -> CodedWeight | None:
+    """Return the weight `name`, which has a tensor of scales, as `arguments`, the settings under `weights` of a group, describe it,
+    or None if its tensors do not fit them.
+    """
     block = _block(arguments)
     if block is None:
         return None

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from tests.helpers.quantized.block_scaled import ct_e5m3, modelopt_svd
+from tests.helpers.quantized.block_scaled import auto_round, ct_e5m3, modelopt_svd
 from tests.helpers.quantized.case import Case, text
 from tests.helpers.quantized.low_rank import sdnq
 from tests.helpers.quantized.quantizers import (
@@ -166,6 +166,10 @@ LARGE = torch.zeros((1 << 20) + 1, dtype=torch.uint8)
         )),
         *((ct_e5m3, change) for change in (
             without("x.weight_scale"), shorter("x.weight_scale"), other("x.weight_global_scale", torch.ones(1)),
+        )),
+        *((lambda: auto_round(ct_e5m3()), change) for change in (
+            shorter("x.weight_scale"), declared(quant_method="gptq"), declared(rotation_config={"hadamard_type": "x"}),
+            other("x.weight_zp", torch.zeros(6, 5)),
         )),
         *((modelopt_svd, change) for change in (
             *(change(f"x.svdquant_lora_{end}") for change in (without, shorter) for end in "ab"),
