@@ -8,6 +8,8 @@ rotated are not read. AutoRound's integers are in the layouts of GPTQ and AWQ.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from msgspec.structs import replace
 
 from dtype_engine.checkpoint.schemes.compressed_tensors import read_weight
@@ -24,7 +26,7 @@ _KINDS = (
     {"num_bits": 8, "strategy": "tensor"},
 )  # fmt: skip
 """The settings of compressed-tensors that may describe a weight."""
-_INPUTS = {
+_INPUTS: Mapping[tuple[str, object], str] = {
     ("nv", 4): "nvfp4", ("mx", 4): "mxfp4", ("mx", 8): "mxfp8", ("fp", 8): "float8_e4m3fn",
 }  # fmt: skip
 """Maps (beginning of `act_data_type`, `act_bits`) to the format of the inputs of a layer."""
