@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from msgspec.structs import replace
 
 from dtype_engine.checkpoint.schemes.compressed_tensors import read_weight
-from dtype_engine.checkpoint.schemes.configuration import declared, quant_method, sizes
+from dtype_engine.checkpoint.schemes.configuration import declared, quant_method, size, sizes
 from dtype_engine.checkpoint.schemes.layout import Config, Tensors
 from dtype_engine.checkpoint.schemes.scaled_codes import FLOATS, FP8, describe
 from dtype_engine.checkpoint.schemes.scheme import CODES, CodedWeight, Metadata, Scheme, Weights
@@ -26,7 +26,7 @@ _KINDS = (
     {"num_bits": 8, "strategy": "tensor"},
 )  # fmt: skip
 """The settings of compressed-tensors that may describe a weight."""
-_INPUTS: Mapping[tuple[str, object], str] = {
+_INPUTS: Mapping[tuple[str, int | None], str] = {
     ("nv", 4): "nvfp4", ("mx", 4): "mxfp4", ("mx", 8): "mxfp8", ("fp", 8): "float8_e4m3fn",
 }  # fmt: skip
 """Maps (beginning of `act_data_type`, `act_bits`) to the format of the inputs of a layer."""
@@ -61,7 +61,7 @@ def _read_blocks(name: str, block: tuple[int, int], tensors: Tensors) -> CodedWe
 
 
 def _input_format(weight: CodedWeight, settings: Config) -> str:
-    found = _INPUTS.get((str(settings.get("act_data_type"))[:2], settings.get("act_bits")), "")
+    found = _INPUTS.get((str(settings.get("act_data_type"))[:2], size(settings.get("act_bits"))), "")
     if "e5m3" in weight.format or (found == "nvfp4" and weight.input_scale is None):
         return ""
     return f"{found}@tensor" if found == "float8_e4m3fn" and settings.get("act_dynamic") is False else found
