@@ -154,10 +154,10 @@ UE5M3 = float_values(5, 3)[:256]
 """The value of each code of a float without a sign, of 5 bits of exponent and 3 of mantissa. The last stands for NaN."""
 
 
-def ct_e5m3(rows: int = 6, column: bool = False) -> Case:
+def ct_e5m3(rows: int = 6, column: bool = False, columns: int = 80) -> Case:
     """Return NVFP4 as AutoRound stores it with scales in UE5M3. column: whether these are in one column."""
-    codes = _random(4).integers(0, 16, (rows, 80))
-    stored = _random(5).integers(0, 255, (rows, 5), dtype=np.uint8)
+    codes = _random(4).integers(0, 16, (rows, columns))
+    stored = _random(5).integers(0, 255, (rows, -(-columns // 16)), dtype=np.uint8)
     stored.flat[:9] = range(9)
     right = E2M1[codes] * spread(UE5M3[stored], (1, 16), codes.shape)
     scale = torch.from_numpy(stored)
