@@ -576,7 +576,7 @@ def quantized(folder: Path, make: Callable[[], Case]) -> Made:
     Case(held, {}, "", config, _renamed(case.metadata), _renamed(case.hf_quant_config)).save(target)
     made = Made(
         str(target), plain | values, "codes and scales by hand", parameter_count(module), module=module, stored=stored,
-        mixes=case.format.startswith(("mlx", "comfy")),
+        mixes=case.format.startswith(("mlx", "comfy", "sdnq")),
     )  # fmt: skip
     if plain.keys() != module.state_dict().keys():
         made.packed = dict(module.state_dict())

@@ -15,6 +15,7 @@ from typing import Any
 from dtype_engine.checkpoint.file_identity import FileIdentity
 from dtype_engine.checkpoint.gguf_header import GGUFHeader, GGUFTensor, read_gguf_header
 from dtype_engine.checkpoint.safetensors_header import CheckpointTensor, check_layout
+from dtype_engine.checkpoint.schemes.gguf import DECODED_HERE
 from dtype_engine.checkpoint.weight_files import gguf_parts, resolve_inside
 from dtype_engine.core.errors import UserError
 from dtype_engine.core.text import printable
@@ -138,7 +139,7 @@ def _specification(path: Path, header: GGUFHeader, tensor: GGUFTensor, size: int
     refusal = None
     if header.swapped:
         refusal = "lies in a big-endian file, which is read on such a machine alone"
-    elif packed and not _dequantizes(kind, nbytes_of_block):
+    elif packed and own not in DECODED_HERE and not _dequantizes(kind, nbytes_of_block):
         refusal = f"is stored as {own.lower()}, which the gguf package can't dequantize"
     return CheckpointTensor(tensor.name, tensor.shape, dtype, path, start, nbytes, packed, refusal)
 

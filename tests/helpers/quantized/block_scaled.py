@@ -150,6 +150,23 @@ def _ct_floats(bits: int, group: int) -> Case:
     return Case(tensors, {"x.weight": right}, f"ct:{kind}", ct(_group(arguments, "by-group")))
 
 
+UE5M3 = float_values(5, 3)[:256]
+"""The value of each code of a float without a sign, of 5 bits of exponent and 3 of mantissa. The last stands for NaN."""
+
+
+def ct_e5m3(rows: int = 6, column: bool = False, columns: int = 80) -> Case:
+    """Return NVFP4 as AutoRound stores it with scales in UE5M3. column: whether these are in one column."""
+    codes = _random(4).integers(0, 16, (rows, columns))
+    stored = _random(5).integers(0, 255, (rows, -(-columns // 16)), dtype=np.uint8)
+    stored.flat[:9] = range(9)
+    right = E2M1[codes] * spread(UE5M3[stored], (1, 16), codes.shape)
+    scale = torch.from_numpy(stored)
+    tensors = {"x.weight_packed": nibbles(codes), "x.weight_scale": scale.view(-1, 1) if column else scale}
+    arguments = {"num_bits": 4, "type": "float", "symmetric": True, "strategy": "tensor_group", "group_size": 16}
+    group = _group(arguments, "nvfp4-e5m3-pack-quantized") | {"input_activations": {**arguments, "dynamic": "local"}}
+    return Case(tensors, {"x.weight": right}, "ct:nvfp4_e5m3", ct(group))
+
+
 def fp8_blocks(shape: tuple[int, int] = (130, 136)) -> Case:
     """Return float8 as DeepSeek-V3 has it, by default with a last block that is smaller."""
     codes = _fp8_codes(shape)
@@ -158,6 +175,14 @@ def fp8_blocks(shape: tuple[int, int] = (130, 136)) -> Case:
     tensors = {"x.weight": _as_fp8(codes), "x.weight_scale_inv": stored}
     right = E4M3[codes] * spread(scale, (128, 128), shape)
     return Case(tensors, {"x.weight": right}, "fp8:e4m3@128x128", {"quantization_config": declared})
+
+
+def auto_round(case: Case, group_size: object = 16, **more: object) -> Case:
+    """Return a case of compressed-tensors as AutoRound declares it in its own format."""
+    settings = {"quant_method": "auto-round", "packing_format": "auto_round:llm_compressor", "group_size": group_size}
+    case.config = {"quantization_config": {**settings, **more}}
+    case.format = f"auto-round:{case.format.partition(':')[2]}"
+    return case
 
 
 def _hf_fp8(method: str) -> Case:
@@ -205,6 +230,24 @@ def _modelopt_fp4(algorithm: str, rows: int = 5) -> Case:
         tensors["x.pre_quant_scale"] = stored
         right = right * of_columns
     return Case(tensors, {"x.weight": right}, f"modelopt:{kind}", modelopt(algorithm))
+
+
+def modelopt_svd(rows: int = 5, begin: str = "x.svdquant_lora_") -> Case:
+    """Return NVFP4 with a product of two matrices that is added. All numbers have so few bits that each sum is exact. begin: what
+    the names of the two matrices begin with.
+    """
+    case = _modelopt_fp4("NVFP4_SVD", rows)
+    scales = torch.full((rows, 4), 0.5).to(torch.float8_e4m3fn)
+    case.tensors |= {"x.weight_scale": scales, "x.weight_scale_2": torch.tensor(0.25)}
+    codes = case.tensors["x.weight"].numpy()
+    values = E2M1[np.stack((codes & 15, codes >> 4), 2).reshape(rows, 64)] * np.float32(0.125)
+    up, down = (_random(seed).integers(-8, 8, shape) for seed, shape in ((1, (rows, 3)), (2, (3, 64))))
+    case.tensors |= {f"{begin}b": torch.from_numpy(up).to(torch.bfloat16)}
+    case.tensors |= {f"{begin}a": torch.from_numpy(down / 4).to(torch.bfloat16)}
+    stored, of_columns = _scales((64,), torch.bfloat16, 8)
+    case.tensors["x.pre_quant_scale"] = stored
+    right = (values + (up @ down / 4).astype(np.float32)) * of_columns
+    return Case(case.tensors, {"x.weight": right}, "modelopt:nvfp4_svd", case.config)
 
 
 def _modelopt_awq() -> Case:
@@ -371,9 +414,17 @@ CASES: dict[str, Callable[[], Case]] = {
     "ct fp8 in blocks": lambda: _ct_fp8("block"),
     "ct fp8 of one row": lambda: _ct_fp8("block", (1, 48)),
     "ct nvfp4": lambda: _ct_floats(4, 16),
+    "ct nvfp4 with e5m3 scales": ct_e5m3,
+    "ct nvfp4 with e5m3 scales in a column": lambda: ct_e5m3(7, column=True),
     "ct mxfp4": lambda: _ct_floats(4, 32),
     "ct mxfp6": lambda: _ct_floats(6, 32),
     "ct mxfp8": lambda: _ct_floats(8, 32),
+    "auto-round nvfp4": lambda: auto_round(_ct_floats(4, 16), act_data_type="nv_fp4_with_static_gs", act_bits=4),
+    "auto-round nvfp4 with e5m3 scales": lambda: auto_round(ct_e5m3(6)),
+    "auto-round mxfp4": lambda: auto_round(_ct_floats(4, 32), 32),
+    "auto-round mxfp8": lambda: auto_round(_ct_floats(8, 32), 32, act_data_type="mx_fp", act_bits=8),
+    "auto-round fp8 by rows": lambda: auto_round(_ct_fp8("channel"), -1),
+    "auto-round fp8 in blocks": lambda: auto_round(fp8_blocks(), [128, 128]),
     "fp8 in blocks": fp8_blocks,
     "fp8 with one scale": lambda: _hf_fp8("fp8"),
     "fp8 by rows": lambda: _hf_fp8("fbgemm_fp8"),
@@ -382,6 +433,8 @@ CASES: dict[str, Callable[[], Case]] = {
     "modelopt fp8 in blocks": lambda: _modelopt_fp8("fp8_pb_wo"),
     "modelopt nvfp4": lambda: _modelopt_fp4("NVFP4"),
     "modelopt nvfp4 with factors": lambda: _modelopt_fp4("NVFP4_AWQ"),
+    "modelopt nvfp4 with low rank": modelopt_svd,
+    "modelopt nvfp4 with low rank, transformers": lambda: modelopt_svd(21, "x.weight_quantizer._svdquant_lora_"),
     "modelopt mxfp4": lambda: _modelopt_fp4("MXFP4"),
     "modelopt int4": _modelopt_awq,
     "modelopt mixed": _modelopt_mixed,

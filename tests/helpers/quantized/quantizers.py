@@ -22,11 +22,25 @@ def float8_codes(random: np.random.Generator, *shape: int) -> np.ndarray[Any, An
     return random.choice(np.array([code for code in range(256) if code & 127 != 127], np.uint8), shape)
 
 
+_PLANES = {3: (2, 1), 5: (4, 1), 6: (4, 2), 7: (4, 2, 1)}
+"""Widths of the planes of `gptq_p`, from the table in GPTQModel's docs/gptq_planar.md."""
+
+
+def in_planes(codes: np.ndarray[Any, Any], bits: int) -> torch.Tensor:
+    """Pack unsigned codes [rows, columns] as `gptq_p` packs them: for every 32 codes of a row, a plane of each width in turn."""
+    blocks = []
+    for block in np.split(codes, codes.shape[1] // 32, axis=1):
+        for width in _PLANES.get(bits, (bits,)):
+            blocks.append(words(block % 2**width, width))
+            block = block // 2**width
+    return torch.cat(blocks, 1)
+
+
 def gptq(bits: int = 4, form: str = "gptq", size: int = 32, columns: int = 96, order: str = "none") -> Case:
-    """A weight [64, columns] in GPTQ's layout. form: "gptq" stores zero points minus one, "gptq_v2" as they are. order: "none" for
-    a file without g_idx, "regular" or "shuffled".
+    """A weight [64, columns] in GPTQ's layout. form: "gptq" stores zero points minus one, "gptq_v2" as they are, and "gptq_p" also
+    splits codes into planes. order: "none" for a file without g_idx, "regular" or "shuffled".
     """
-    random = np.random.default_rng(bits)
+    random, pack = np.random.default_rng(bits), in_planes if form == "gptq_p" else words
     each = columns if size == -1 else size
     groups, rows = -(-columns // each), 64
     codes, zeros = (random.integers(0, 1 << bits, (rows, extent)) for extent in (columns, groups))
@@ -36,14 +50,14 @@ def gptq(bits: int = 4, form: str = "gptq", size: int = 32, columns: int = 96, o
         group = random.permutation(group)
     right = (codes - zeros[:, group]).astype(np.float32) * floats(scale).T[:, group]
     less = int(form == "gptq")
-    if bits == 3:
-        stored = words((zeros.T - less) % 8, bits)
+    if bits == 3 or form == "gptq_p":
+        stored = pack((zeros.T - less) % 2**bits, bits)
     else:  # whole words are subtracted
         ones = int("1".zfill(bits) * (32 // bits), 2)
         stored = torch.from_numpy(
             (words(zeros.T, bits).numpy().view(np.uint32) - np.uint32(less * ones)).view(np.int32)
         )
-    tensors = {"m.qweight": words(codes, bits).t(), "m.qzeros": stored, "m.scales": scale}
+    tensors = {"m.qweight": pack(codes, bits).t(), "m.qzeros": stored, "m.scales": scale}
     if order != "none":
         tensors["m.g_idx"] = torch.from_numpy(group.astype(np.int32))
     declared = {"quant_method": "gptq", "bits": bits, "group_size": size, "checkpoint_format": form}
@@ -148,8 +162,12 @@ def hqq(bits: int = 4, axis: int = 1, size: int = 16) -> Case:
     return Case({f"m.{key}": tensor for key, tensor in tensors.items()}, {"m.weight": right}, f"hqq:int{bits}@g{size}")
 
 
-def mlx_affine(bits: int = 4, size: int = 32, name: str = "m", shape: tuple[int, ...] = (40, 64)) -> Case:
-    """A weight in MLX's affine mode, [out, in] or [experts, out, in]."""
+def mlx_affine(
+    bits: int = 4, size: int = 32, name: str = "m", shape: tuple[int, ...] = (40, 64), metal: bool = False
+) -> Case:
+    """A weight in MLX's affine mode, [out, in] or [experts, out, in]. metal: whether it is declared and named as transformers does
+    for its method "metal".
+    """
     random = np.random.default_rng(bits)
     codes = random.integers(0, 1 << bits, shape)
     grid = (*shape[:-1], shape[-1] // size)
@@ -157,8 +175,10 @@ def mlx_affine(bits: int = 4, size: int = 32, name: str = "m", shape: tuple[int,
     of_columns, plus = (floats(each).repeat(size, -1) for each in (scale, bias))
     right = codes.astype(np.float32) * of_columns + plus
     held = words(codes.reshape(-1, shape[-1]), bits).view(torch.uint32).view(*shape[:-1], -1)
-    tensors = {f"{name}.weight": held, f"{name}.scales": scale, f"{name}.biases": bias}
-    declared = {"quantization": {"bits": bits, "group_size": size}}
+    tensors = {f"{name}.weight": held, f"{name}.scales": scale, f"{name}.{'q' * metal}biases": bias}
+    declared: dict[str, Any] = {"quantization": {"bits": bits, "group_size": size}}
+    if metal:
+        declared = {"quantization_config": {"quant_method": "metal", **declared["quantization"]}}
     return Case(tensors, {f"{name}.weight": right}, f"mlx:affine{bits}@g{size}", declared)
 
 
@@ -297,10 +317,32 @@ def torchao_int4(size: int = 32) -> Case:
     )
 
 
+def gemma(bits: int = 4, groups: int = 1, shape: tuple[int, int] = (24, 80), embedding: bool = False) -> Case:
+    """A weight as transformers stores it for quantized Gemma. groups: those of a row. embedding: whether it is an embedding."""
+    random = np.random.default_rng(9)
+    codes = random.integers(-(1 << bits - 1), 1 << bits - 1, shape)
+    scale = numbers(random, torch.float32, shape[0], groups)
+    right = codes.astype(np.float32) * floats(scale).repeat(shape[1] // groups, 1)
+    if bits == 8:
+        held = torch.from_numpy(codes.astype(np.int8))
+    else:
+        together = 8 // bits
+        places = (codes + (1 << bits - 1)).reshape(shape[0], -1, together) << bits * np.arange(together)
+        held = torch.from_numpy(places.sum(2).astype(np.uint8))
+    names = ("embedding_quantized", "embedding_scale") if embedding else ("weight", "weight_scale")
+    tensors = {f"m.{name}": tensor for name, tensor in zip(names, (held, scale), strict=True)}
+    if not embedding:
+        tensors |= {f"m.{end}put_activation_scale": torch.tensor(0.0) for end in ("in", "out")}
+    settings = {"quant_method": "gemma", "num_bits": 4, "module_quant_configs": {"^m$": {"num_bits": bits}}}
+    form = f"gemma:int{bits}@{'channel' if groups == 1 else f'g{shape[1] // groups}'}"
+    return Case(tensors, {"m.weight": right}, form, {"quantization_config": settings})
+
+
 CASES: dict[str, Callable[[], Case]] = {
     "gptq": gptq,
     "gptq 3 bits, version 2": lambda: gptq(3, "gptq_v2"),
     "gptq 8 bits, ordered columns": lambda: gptq(8, order="shuffled"),
+    "gptq 5 bits in planes": lambda: gptq(5, "gptq_p"),
     "awq": awq,
     "awq gemv": lambda: awq("gemv"),
     "awq gemv_fast": lambda: awq("gemv_fast"),
@@ -308,10 +350,14 @@ CASES: dict[str, Callable[[], Case]] = {
     "bnb nf4 nested": lambda: bnb_4bit(nested=True),
     "bnb fp4": lambda: bnb_4bit(kind="fp4"),
     "bnb int8": bnb_8bit,
+    "gemma int4": gemma,
+    "gemma int2": lambda: gemma(2),
+    "gemma int8": lambda: gemma(8),
     "hqq": hqq,
     "hqq 3 bits along columns": lambda: hqq(3, axis=0),
     "mlx affine": mlx_affine,
     "mlx affine, 3 bits": lambda: mlx_affine(3),
+    "mlx affine of transformers": lambda: mlx_affine(8, metal=True),
     "mlx experts": mlx_experts,
     "mlx mxfp4": mlx_float,
     "mlx mxfp8": lambda: mlx_float("mxfp8"),

@@ -75,7 +75,7 @@ def _read_weight(
             element, rotation = "rotated_int8", about.get("convrot_groupsize", 256)
             if rotation not in _ROTATIONS or columns % rotation:
                 return None
-            settings["rotation"] = rotation
+            settings["rotation"] = int(rotation)
     elif codes.dtype in FP8 and kind in (None, codes.dtype):
         element = FP8[codes.dtype]
     else:

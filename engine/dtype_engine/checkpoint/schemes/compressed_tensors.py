@@ -7,7 +7,9 @@ without gaps. `x.weight_shape` holds the weight's shape. Zero points are packed 
 `x.weight_g_idx` holds the group of each column.
 
 Floats of 4 or 6 bits are packed in the bytes of `x.weight_packed`, and each group has a scale. With NVFP4, these scales are divided
-by `x.weight_global_scale`.
+by `x.weight_global_scale`. AutoRound's format `nvfp4-e5m3-pack-quantized` has groups of 16 like NVFP4, but no scale of the tensor.
+Its scales are bytes without a sign: 5 bits of exponent with the bias 15, and 3 bits of mantissa. They may be stored as one column
+with a row for each group.
 
 float8 and int8 codes are in `x.weight`. The formats in `_UNREAD` are not read.
 """
@@ -18,6 +20,8 @@ import struct
 from collections.abc import Iterator, Mapping
 from math import prod
 from typing import Any
+
+from msgspec.structs import replace
 
 from dtype_engine.checkpoint.safetensors_header import CheckpointTensor
 from dtype_engine.checkpoint.schemes.configuration import (
@@ -30,13 +34,25 @@ from dtype_engine.checkpoint.schemes.configuration import (
     sizes,
     targets_of,
 )
-from dtype_engine.checkpoint.schemes.layout import BYTES, FLOAT8, WORDS, Config, Layout, PackedWeight, Shapes, Tensors
+from dtype_engine.checkpoint.schemes.layout import (
+    BYTES,
+    FLOAT8,
+    LOW_RANK,
+    WORDS,
+    Config,
+    Layout,
+    PackedWeight,
+    Shapes,
+    Tensors,
+)
 from dtype_engine.checkpoint.schemes.scaled_codes import EXPONENTS, FLOATS, FP8, describe, same_grid, with_beside
 from dtype_engine.checkpoint.schemes.scheme import CODES, CodedWeight, Declared, Metadata, Scheme, Weights
 from dtype_engine.checkpoint.schemes.small_tensors import read_small
 
 _UNREAD = ("marlin-24", "sparse-24-bitmask", "sparse-bitmask")
 _INTEGERS = {"int32": "i", "int64": "q"}
+_E5M3_GROUP = 16
+"""The columns that share a scale in AutoRound's variant of NVFP4."""
 _INPUTS = {
     (8, "float", "token", None): "float8_e4m3fn", (8, "int", "token", None): "int8", (8, "float", "group", 128): "fp8@128x128",
     (8, "float", "tensor", None): "float8_e4m3fn@tensor", (8, "int", "tensor", None): "int8@tensor",
@@ -59,7 +75,7 @@ def _read(tensors: Tensors, config: Config, metadata: Metadata) -> Weights:
         zero = f"{name}_zero_point" in tensors
         arguments_of = _arguments(name.rpartition(".")[0], groups, settings.get("format"))
         tried = sorted(arguments_of, key=lambda each: (each.get("symmetric") is False) != zero)
-        weights = (_read_weight(name, arguments, tensors) for arguments in tried)
+        weights = (read_weight(name, arguments, tensors) for arguments in tried)
         yield next((weight for weight in weights if weight is not None), None)
 
 
@@ -93,7 +109,10 @@ def _arguments(module: str, groups: Mapping[str, Any], usual: object) -> list[Ma
     return named or of_classes + others
 
 
-def _read_weight(name: str, arguments: Mapping[str, Any], tensors: Tensors) -> CodedWeight | None:
+def read_weight(name: str, arguments: Mapping[str, Any], tensors: Tensors) -> CodedWeight | None:
+    """Return the weight `name`, which has a tensor of scales, as `arguments`, the settings under `weights` of a group, describe it,
+    or None if its tensors do not fit them.
+    """
     block = _block(arguments)
     if block is None:
         return None
@@ -177,9 +196,28 @@ def _read_small_floats(
         return describe(name, SCHEME, "mxfp6_e2m3", shape, block, parts, scales=EXPONENTS, settings=settings)
     if block == (1, 32):
         return describe(name, SCHEME, "mxfp4", shape, block, parts, scales=EXPONENTS, settings=settings)
+    if tensors[f"{name}_scale"].dtype == "uint8":
+        return _read_e5m3(name, shape, block, parts, tensors)
     parts["tensor_scale"] = tensors.get(f"{name}_global_scale")
     settings["divide"] = True
     return describe(name, SCHEME, "nvfp4", shape, block, parts, scales=("float8_e4m3fn",), settings=settings)
+
+
+def _read_e5m3(
+    name: str,
+    shape: tuple[int, ...],
+    block: tuple[int, int] | str,
+    parts: dict[str, CheckpointTensor | None],
+    tensors: Tensors,
+) -> CodedWeight | None:
+    scale = tensors[f"{name}_scale"]
+    if block != (1, _E5M3_GROUP) or f"{name}_global_scale" in tensors:
+        return None
+    grid = (*shape[:-1], -(-shape[-1] // _E5M3_GROUP))
+    if scale.shape == (prod(grid), 1):
+        parts = {**parts, "scale": replace(scale, shape=grid)}
+    settings = {"code": "e2m1", "scale_code": "ue5m3"}
+    return describe(name, SCHEME, "nvfp4_e5m3", shape, block, parts, scales=("uint8",), settings=settings)
 
 
 def _block(arguments: Mapping[str, Any]) -> tuple[int, int] | str | None:
@@ -200,6 +238,8 @@ def _input_format(weight: CodedWeight, settings: Config) -> str:
     group in `config_groups` that names the module or, if no group does, of the first group with a format.
     """
     module, of_class = weight.name.rpartition(".")[0], ""
+    if weight.settings.get("scale_code") == "ue5m3":  # inputs get such scales, too, and no format here has them
+        return ""
     for targets, arguments in config_groups(settings, "input_activations"):
         form = _of_arguments(arguments) if targets else ""
         if is_target(targets, module):
@@ -253,7 +293,12 @@ def _packed_scale_shapes(weight: PackedWeight, tensors: Tensors, config: Config)
     if _in_nvfp4(codes, scale):
         return ((*rows, -(-2 * columns // 16)),)
     if codes.dtype == "uint8":  # values of four bits, or of six
-        return tuple((*rows, -(-values // 32)) for values in (2 * columns, 4 * columns // 3))
+        shapes = [(*rows, -(-values // 32)) for values in (2 * columns, 4 * columns // 3)]
+        groups = (weights.get("group_size") for _, weights in config_groups(declared(config), "weights"))
+        if scale.dtype == "uint8" and _E5M3_GROUP in groups:
+            grid = (*rows, -(-2 * columns // _E5M3_GROUP))
+            shapes += [grid, (prod(grid), 1)]
+        return tuple(shapes)
     counts = {-(-(32 * columns // bits) // size) if size and size > 0 else 1 for bits, size in _integers(config)}
     return tuple((*rows, count) for count in sorted(counts)) or ((*rows, scale.shape[-1] if scale.shape else 1),)
 
@@ -271,8 +316,9 @@ def _scale_shapes(weight: PackedWeight, tensors: Tensors, config: Config) -> Sha
     if len(codes.shape) < 2:
         return ()
     *front, rows, columns = codes.shape
-    if codes.dtype == "uint8":
-        return () if scale.shape[:1] == (2 * rows,) else ((*front, rows, 2 * columns // 16),)
+    if codes.dtype == "uint8":  # NVFP4, MXFP4, or integers of a program that only its configuration tells
+        width = {"float8_e4m3fn": 16, "uint8": 32}.get(scale.dtype)
+        return () if width is None else ((*front, rows, 2 * columns // width),)
     if scale.dtype == "uint8":
         return ((*front, rows, -(-columns // 32)),)
     height, width = block_in(config)
@@ -290,7 +336,8 @@ _PACKED = Layout(
 SCALED = Layout(
     "quantized with scales (compressed-tensors)", "", "_scale", FLOAT8 | BYTES | {"int32"},
     ("_zero_point", "_scale_2", "_offset", "_shape"),
-    ("input_scale", "output_scale", "input_zero_point", "input_offset", "pre_quant_scale", "deq_scale", "quant_bias"),
+    ("input_scale", "output_scale", "input_zero_point", "input_offset", "pre_quant_scale", "deq_scale", "quant_bias",
+     *(f"{begin}{end}" for begin in LOW_RANK for end in "ab")),
     orphans=("weight_scale", "weight_scale_2"), fused_scale="_scale_2", exponents=True, scale_shapes=_scale_shapes,
     required=lambda codes, scale: ("_scale_2",) if _in_nvfp4(codes, scale) else (),
 )  # fmt: skip

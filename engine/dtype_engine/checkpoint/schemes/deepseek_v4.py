@@ -7,7 +7,7 @@ every 32 values. Weights keep the names that they have in the files, because tra
 
 from __future__ import annotations
 
-from dtype_engine.checkpoint.schemes.configuration import declared
+from dtype_engine.checkpoint.schemes.configuration import declared, quant_method
 from dtype_engine.checkpoint.schemes.fp8_blocks import SCALES, block_of, input_format, scale_shapes
 from dtype_engine.checkpoint.schemes.layout import FLOAT8, Config, Layout, PackedWeight, Shapes, Tensors
 from dtype_engine.checkpoint.schemes.scaled_codes import EXPONENTS, FP8, describe
@@ -36,7 +36,9 @@ def _read(tensors: Tensors, config: Config, metadata: Metadata) -> Weights:
 
 
 def _scale_shapes(weight: PackedWeight, tensors: Tensors, config: Config) -> Shapes:
-    codes = tensors[weight.codes]
+    codes, method = tensors[weight.codes], quant_method(declared(config))
+    if method not in ("", "fp8"):  # other programs use these names, too
+        return ()
     if codes.dtype != "int8" or len(codes.shape) < 2:
         return scale_shapes(weight, tensors, config)
     return ((*codes.shape[:-1], 2 * codes.shape[-1] // _FP4_BLOCK[1]),)

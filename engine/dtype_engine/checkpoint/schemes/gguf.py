@@ -10,7 +10,9 @@ from dtype_engine.core.llama_types import LLAMA_TYPES
 
 ROPE_FACTORS = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
 """The tensors of a rotary embedding's factors, which become entries of the model's configuration."""
-_INPUTS_AS = {"mxfp4": "q8_0", "iq1_s": "iq2_s", "iq1_m": "iq2_s"}
+DECODED_HERE = ("Q1_0",)
+"""Types that neither transformers nor the gguf package dequantizes, and `runtime/formats/schemes/gguf.py` does."""
+_INPUTS_AS = {"mxfp4": "q8_0", "q1_0": "q8_0", "iq1_s": "iq2_s", "iq1_m": "iq2_s"}
 """Types that are in GGUF files but not in `core.llama_types`, with one whose inputs llama.cpp rounds to the same type."""
 
 

@@ -3,6 +3,10 @@
 `x.qweight` [in * bits / 32, out] holds codes of 2, 3, 4 or 8 bits, packed along the inputs without gaps, the first in the lowest
 bits. `x.qzeros` [groups, out * bits / 32] holds zero points, packed along the outputs. The first version of the format stores each
 zero point minus one. `x.scales` [groups, out] holds the scales. `x.g_idx` [in] is optional and holds the group of each input.
+
+The format `gptq_p` of GPTQModel stores codes and zero points of 3, 5, 6 or 7 bits in planes, in as many words. 32 successive codes
+take one word for each of their bits. First come the words with the lowest bits of all codes, two of each with 3 bits, otherwise
+four. Then come the words with the next bits (GPTQModel, `docs/gptq_planar.md` and `utils/planar_packing.py`).
 """
 
 from __future__ import annotations
@@ -23,45 +27,58 @@ from dtype_engine.checkpoint.schemes.scaled_codes import packed_words
 from dtype_engine.checkpoint.schemes.scheme import CODES, CodedWeight, Declared, Metadata, Scheme, Weights
 
 _BITS = (2, 3, 4, 8)
+_PLANES = {3: (2, 1), 5: (4, 1), 6: (4, 2), 7: (4, 2, 1)}
+"""Maps the bits of a code in `gptq_p` to the widths of its planes, from the lowest bits on. Other codes are not split."""
+_PLANAR = ("gptq", "gptq_p")
 _ADDED = {
-    ("gptq", "gptq"): 1, ("gptq", "gptq_v2"): 0,
+    ("gptq", "gptq"): 1, ("gptq", "gptq_v2"): 0, _PLANAR: 0,
     ("auto-round", "auto_round:auto_gptq"): 1, ("auto-round", "auto_round:gptq"): 1, ("auto-round", "auto"): 1,
     ("auto-round", "auto_round"): 0, ("auto-round", "auto_round:gptqmodel"): 0,
 }  # fmt: skip
 """Maps (method, format) to the number that the decoder adds to each stored zero point. Other formats do not use this layout."""
 
 
-def _added(settings: Config) -> int | None:
+def _format(settings: Config) -> tuple[str, str]:
+    """Return the declared (method, format)."""
     method = quant_method(settings)
     usual = settings.get("checkpoint_format") or settings.get("format") or "gptq"
-    return _ADDED.get((method, str(settings.get("packing_format") if method == "auto-round" else usual)))
+    return method, str(settings.get("packing_format") if method == "auto-round" else usual)
+
+
+def _widths(settings: Config) -> set[int]:
+    """Return the bits of a code that the declared format may have."""
+    return {*_BITS, *(_PLANES if _format(settings) == _PLANAR else ())}
 
 
 def _covers(settings: Config) -> bool:
     """Return whether `_read` reads all weights with these settings (see `Declared.covers`). It needs codes in int32 words."""
     widths = declared_numbers(settings, "bits")
     in_words = settings.get("pack_dtype", "int32") == "int32"  # GPTQModel can pack codes in other words
-    return _added(settings) is not None and in_words and bool(widths) and widths <= {*_BITS}
+    return _format(settings) in _ADDED and in_words and bool(widths) and widths <= _widths(settings)
 
 
 def _read(tensors: Tensors, config: Config, metadata: Metadata) -> Weights:
     settings = declared(config)
-    method, added = quant_method(settings), _added(settings)
+    method, added = quant_method(settings), _ADDED.get(_format(settings))
     if added is None:
         return
-    widths, sizes = declared_numbers(settings, "bits"), declared_numbers(settings, "group_size")
+    widths, sizes = declared_numbers(settings, "bits") & _widths(settings), declared_numbers(settings, "group_size")
+    planes = _PLANES if _format(settings) == _PLANAR else {}
     for stem, codes, scale, zero in packed_words(tensors):
         order = tensors.get(f"{stem}g_idx")
         groups, rows = scale.shape
         bits = 32 * zero.shape[1] // rows if rows else 0
-        if bits not in _BITS or bits not in widths:
+        if bits not in widths:
             continue
         columns = 32 * codes.shape[0] // bits
         size = group_size(sizes, columns, groups)
         grid = codes.shape == (columns * bits / 32, rows) and zero.shape == (groups, rows * bits / 32)
         if size is None or not grid or (order is not None and (order.shape, order.dtype) != ((columns,), "int32")):
             continue
-        form, numbers = f"{method}:int{bits}@{block_name(size, columns)}", {"bits": bits, "group": size, "added": added}
+        if bits in planes and (columns % 32 or rows % 32):
+            continue
+        form = f"{method}:int{bits}@{block_name(size, columns)}"
+        numbers = {"bits": bits, "group": size, "added": added, "planes": planes.get(bits, (bits,))}
         parts = {CODES: codes, "scale": scale, "zero": zero} | ({} if order is None else {"g_idx": order})
         yield CodedWeight(f"{stem}weight", (rows, columns), SCHEME, form, parts, numbers)
 
@@ -75,9 +92,12 @@ def _zero_points(weight: CodedWeight, settings: Config) -> tuple[CheckpointTenso
     given, bits = declared_values(settings, "sym"), weight.settings["bits"]
     if not given or any(each is not True for each in given):
         return None
-    middle = (1 << (bits - 1)) - weight.settings["added"]
-    pattern = sum(middle << (bits * place) for place in range(32))  # 32 of them end at the end of a word
-    return weight.parts["zero"], pattern.to_bytes(4 * bits, "little")
+    middle, pattern = (1 << (bits - 1)) - weight.settings["added"], b""
+    for width in weight.settings["planes"]:
+        low, middle = middle & ((1 << width) - 1), middle >> width
+        of_plane = sum(low << (width * place) for place in range(32))  # 32 of them end at the end of a word
+        pattern += of_plane.to_bytes(4 * width, "little")
+    return weight.parts["zero"], pattern
 
 
 def _shape(weight: PackedWeight, tensors: Tensors, config: Config) -> tuple[int, int, int] | None:

@@ -14,6 +14,8 @@ BYTES = frozenset({"int8", "uint8"})
 WORDS = frozenset({"int32", "uint32"})
 CODES_DTYPES = FLOAT8 | BYTES | WORDS | {"int16", "uint16", "float4_e2m1fn_x2"}
 """The dtypes that codes have, except for those that are stored as if they were ordinary numbers."""
+LOW_RANK = ("svdquant_lora_", "weight_quantizer._svdquant_lora_")
+"""What ModelOpt's names of two matrices begin with after the module's name. Their product belongs to the weight."""
 Shape = tuple[int, ...]
 Shapes = tuple[Shape, ...]
 Tensors = Mapping[str, CheckpointTensor]

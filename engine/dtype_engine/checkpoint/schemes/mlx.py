@@ -2,8 +2,9 @@
 the last dimension without gaps, the first in the lowest bits.
 
 The mode "affine" has integer codes of 1 to 8 bits. For each group, `x.scales` holds a scale, and `x.biases` holds a number that is
-added. The modes "mxfp4", "mxfp8" and "nvfp4" have floats as codes, and `x.scales` holds bytes. For "nvfp4" these are float8
-numbers, and `x.global_scale` may hold a further scale. For the other two they are exponents of two.
+added. transformers writes the same for its method "metal", with the name `x.qbiases`. The modes "mxfp4", "mxfp8" and "nvfp4" have
+floats as codes, and `x.scales` holds bytes. For "nvfp4" these are float8 numbers, and `x.global_scale` may hold a further scale.
+For the other two they are exponents of two.
 
 config.json gives the bits, group size and mode of the model, and those of modules that differ. The experts of a layer are stacked
 in `switch_mlp`. Here, each expert is a weight of its own.
@@ -44,7 +45,7 @@ def _read(tensors: Tensors, config: Config, metadata: Metadata) -> Weights:
             continue
         mode, bits, size = described
         if mode == "affine":
-            bias = tensors.get(f"{module}.biases")
+            bias = tensors.get(f"{module}.biases") or tensors.get(f"{module}.qbiases")
             if bias is None or bias.shape != scale.shape or bias.dtype not in FLOATS:
                 continue
             parts["bias"] = bias

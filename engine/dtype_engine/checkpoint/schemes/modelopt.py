@@ -5,8 +5,12 @@ For a layer `x`, `x.weight` holds codes, and `x.weight_scale` holds the scales o
 single number in `x.weight_scale_2`. `x.pre_quant_scale` holds a factor for each input of the layer. The layer multiplies its inputs
 by these factors; here, the columns of the weight are multiplied by them instead.
 
-Two kinds of weights are not read: experts that are stacked in one tensor, and NVFP4_SVD, whose layers also add a product of two
-small matrices.
+With NVFP4_SVD (SVDQuant), two further tensors hold matrices b [out, rank] and a [rank, in]. Their product is added to the
+dequantized weight, before `x.pre_quant_scale` is applied (`modelopt.torch.quantization`, `SVDQuantLinear.forward`). In models of
+diffusers they are `x.svdquant_lora_a` and `_b`, in those of transformers `x.weight_quantizer._svdquant_lora_a` and `_b`. Layers
+without them are in plain NVFP4.
+
+Experts that are stacked in one tensor are not read.
 """
 
 from __future__ import annotations
@@ -18,7 +22,7 @@ import msgspec
 
 from dtype_engine.checkpoint.safetensors_header import CheckpointTensor
 from dtype_engine.checkpoint.schemes.configuration import Targets, declared, mapping, refuse_many_entries, size
-from dtype_engine.checkpoint.schemes.layout import Config, Tensors
+from dtype_engine.checkpoint.schemes.layout import LOW_RANK, Config, Tensors
 from dtype_engine.checkpoint.schemes.scaled_codes import EXPONENTS, FLOATS, FP8, describe, with_beside
 from dtype_engine.checkpoint.schemes.scheme import CODES, CodedWeight, Metadata, Scheme, Weights
 from dtype_engine.checkpoint.weight_files import read_json
@@ -58,7 +62,7 @@ _LAYOUTS: Mapping[str, _Layout] = {
     "FP8": _Layout("e4m3", tuple(FP8), "tensor"),
     "FP8_PER_CHANNEL_PER_TOKEN": _Layout("e4m3", tuple(FP8), "channel"),
     **dict.fromkeys(("FP8_PB_WO", "FP8_PB_REAL"), _Layout("e4m3", tuple(FP8), 128, height=0)),
-    **dict.fromkeys(("NVFP4", "W4A16_NVFP4", "NVFP4_AWQ", "W4A8_NVFP4_FP8"), _NVFP4),
+    **dict.fromkeys(("NVFP4", "W4A16_NVFP4", "NVFP4_AWQ", "W4A8_NVFP4_FP8", "NVFP4_SVD"), _NVFP4),
     **dict.fromkeys(("MXFP4", "W4A8_MXFP4_FP8"), _MXFP4),
     "MXFP8": _Layout("mxfp8", tuple(FP8), 32, EXPONENTS),
     **dict.fromkeys(("W4A16_AWQ", "W4A8_AWQ"), _INT4),
@@ -110,8 +114,29 @@ def _read_weight(name: str, settings: Mapping[str, Any], tensors: Tensors) -> Co
         parts["tensor_scale"], of_tensor = of_tensor, None
     if of_inputs is not None:
         parts["input_scale"] = of_inputs
-    weight = describe(name, SCHEME, layout.kind, shape, block, parts, scales=layout.scales, settings=layout.settings)
+    kind = layout.kind
+    if low_rank := _low_rank(name, shape, tensors):
+        if layout is not _NVFP4 or None in low_rank.values():
+            return None
+        parts, kind = parts | low_rank, "nvfp4_svd"
+    weight = describe(name, SCHEME, kind, shape, block, parts, scales=layout.scales, settings=layout.settings)
     return with_beside(weight, of_tensor)
+
+
+def _low_rank(name: str, shape: tuple[int, int], tensors: Tensors) -> dict[str, CheckpointTensor | None]:
+    """Return the matrices whose product is added to a weight, by their roles: None for one that is missing or does not fit. {} if
+    the files have neither.
+    """
+    module = name.rpartition(".")[0]
+    down, up = (
+        next((found for begin in LOW_RANK if (found := tensors.get(f"{module}.{begin}{end}"))), None) for end in "ab"
+    )
+    if down is None and up is None:
+        return {}
+    if down is None or up is None or not {down.dtype, up.dtype} <= {*FLOATS}:
+        return {"down": None, "up": None}
+    fits = (up.shape[:1], down.shape[1:], up.shape[1:]) == (shape[:1], shape[1:], down.shape[:1])
+    return {"down": down, "up": up} if fits else {"down": None, "up": None}
 
 
 def _input_format(weight: CodedWeight, settings: Mapping[str, Any]) -> str:

@@ -18,6 +18,8 @@ EXPONENTS = ("uint8", "float8_e8m0fnu")
 """The dtypes of scales that are powers of two."""
 FLOATS = ("float32", "bfloat16", "float16")
 """The dtypes of scales that are ordinary floating-point numbers."""
+_OF_ONE_BLOCK = ("nvfp4", "nvfp4_e5m3", "nvfp4_svd", "mxfp4", "mxfp8")
+"""The types of codes that always have blocks of one size, which is not part of the format's name."""
 
 
 def packed_words(
@@ -109,7 +111,7 @@ def describe(
         name,
         shape,
         scheme,
-        f"{scheme.name}:{kind}" + ("" if kind in ("nvfp4", "mxfp4", "mxfp8") else f"@{text}"),
+        f"{scheme.name}:{kind}" + ("" if kind in _OF_ONE_BLOCK else f"@{text}"),
         found,
         {"block": size, **more},
     )

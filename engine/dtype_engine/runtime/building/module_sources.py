@@ -94,7 +94,7 @@ def _stays_in_file(checkpoint: Checkpoint, name: str, turned: Collection[str]) -
 
 
 def inputs_notice(checkpoint: Checkpoint) -> tuple[str, ...]:
-    """Return a notice if runtimes round the inputs of quantized layers, as config.json says or llama.cpp does, otherwise (). The
+    """Return a notice if runtimes round the inputs of quantized layers, as the checkpoint says or llama.cpp does, otherwise (). The
     notice says whether measurements can round these inputs on request, which is not possible for every format.
     """
     others = [weight for weight in checkpoint.coded.values() if not weight.own]
@@ -104,6 +104,7 @@ def inputs_notice(checkpoint: Checkpoint) -> tuple[str, ...]:
         )
     settings = declared(checkpoint.config or {})
     rounded = any(arguments for _, arguments in config_groups(settings, "input_activations"))
-    if not others or not (rounded or settings.get("activation_scheme") is not None):
+    scaled = any(weight.input_scale is not None for weight in others)
+    if not others or not (rounded or scaled or settings.get("activation_scheme") is not None):
         return ()
-    return ("the inputs of quantized layers, which config.json declares as rounded, are not rounded here",)
+    return ("the inputs of quantized layers, which the checkpoint declares as rounded, are not rounded here",)

@@ -10,11 +10,14 @@ from typing import Any
 
 import pytest
 import torch
+from tests.helpers.quantized.block_scaled import auto_round, ct_e5m3, modelopt_svd
 from tests.helpers.quantized.case import Case, text
+from tests.helpers.quantized.low_rank import sdnq
 from tests.helpers.quantized.quantizers import (
     awq,
     bnb_4bit,
     bnb_8bit,
+    gemma,
     gptq,
     hqq,
     mlx_affine,
@@ -153,6 +156,27 @@ LARGE = torch.zeros((1 << 20) + 1, dtype=torch.uint8)
         )),
         *((partial(awq, "gemv_fast"), change) for change in (
             without("m.qzeros"), shorter("m.scales"), shorter("m.qweight"), declared("quantization_config", group_size=48),
+        )),
+        *((partial(sdnq, rank=3), change) for change in (
+            *(change(f"m.{end}") for change in (without, shorter) for end in ("scale", "zero_point", "svd_up", "svd_down")),
+            shorter("m.weight"), other("m.svd_up", torch.zeros(24, 4)), other("m.scale_2", torch.zeros(1)), undeclared,
+        )),
+        *((partial(gptq, 5, "gptq_p"), change) for change in (
+            declared(checkpoint_format="gptq"), declared(checkpoint_format="gptq_v2"), shorter("m.qweight"),
+        )),
+        *((ct_e5m3, change) for change in (
+            without("x.weight_scale"), shorter("x.weight_scale"), other("x.weight_global_scale", torch.ones(1)),
+        )),
+        *((lambda: auto_round(ct_e5m3()), change) for change in (
+            shorter("x.weight_scale"), declared(quant_method="gptq"), declared(rotation_config={"hadamard_type": "x"}),
+            other("x.weight_zp", torch.zeros(6, 5)),
+        )),
+        *((modelopt_svd, change) for change in (
+            *(change(f"x.svdquant_lora_{end}") for change in (without, shorter) for end in "ab"),
+            declared(quant_algo="FP8"),
+        )),
+        *((gemma, change) for change in (
+            without("m.weight_scale"), shorter("m.weight_scale"), other("m.weight_scale", torch.zeros(24, 3)),
         )),
         *((quanto, change) for change in (
             without("m.weight._scale"), shorter("m.weight._scale"),

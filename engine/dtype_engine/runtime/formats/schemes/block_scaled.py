@@ -3,13 +3,15 @@ ComfyUI, Quark and torchao, and AWQ's "gemm" layout. The weight's `settings` tel
 
 - `block`: the rows and columns of a block. The last block in a row or column may be smaller.
 - `code`: how codes are packed, a key of `_UNPACK`, by default "plain". Its function may need further settings.
+- `scale_code`: "ue5m3" if bytes with the scales of blocks hold floats without a sign, and not exponents of two.
 - `divide`: whether the scales of blocks are divided by the scale of the tensor, and not multiplied by it.
 - `swizzled`: whether the scales of blocks are in the order in which tensor cores read them, and not row by row.
 - `rotation`: the size of a Hadamard matrix, by which each group of as many columns is multiplied.
 - `transposed`: whether the file has [experts, out, in] where the model has [experts, in, out].
 
 The tensors have these roles: "codes", "scale" and, if the weight has them, "tensor_scale", "zero_point" (subtracted from the
-codes), "columns" (the index of each column's block) and "input_scale" (a factor for each column).
+codes), "columns" (the index of each column's block), "up" and "down" (two matrices whose product is added) and "input_scale" (a
+factor for each column).
 """
 
 from __future__ import annotations
@@ -28,6 +30,7 @@ from dtype_engine.runtime.formats.schemes.unpack import (
     look_up,
     scale_values,
     unpack,
+    unrotate,
     write_plain,
 )
 
@@ -58,16 +61,19 @@ def _decode_matrix(settings: Settings, parts: Parts, first: int, last: int, colu
     write, packed = _UNPACK[code], {"row pairs": 2, "row words": 8}.get(code, 1)  # how many rows share a byte or word
     block = parts["columns"].to(torch.int64) if "columns" in parts else settings["block"][1]
     of_columns = parts["input_scale"].to(torch.float32) if "input_scale" in parts else None
+    down = parts["down"].to(torch.float32) if "down" in parts else None
 
     def fill(out: torch.Tensor, start: int, stop: int) -> None:
         write(parts[CODES][start // packed : stop // packed], out, settings)
         if "zero_point" in parts:
             _by_block(out, _zeros(settings, parts["zero_point"], range(start, stop)), block, torch.Tensor.sub_)
         _by_block(out, _scales(settings, parts, range(start, stop), columns), block, torch.Tensor.mul_)
+        if down is not None:
+            out.addmm_(parts["up"][start:stop].to(torch.float32), down)
         if of_columns is not None:
             out.mul_(of_columns)
         if "rotation" in settings:
-            out.copy_(_unrotate(out, settings["rotation"]))
+            out.copy_(unrotate(out, settings["rotation"]))
 
     low, high = first // packed * packed, -(-last // packed) * packed
     return decode_rows(low, high, columns, fill)[first - low : last - low]
@@ -142,9 +148,10 @@ def _scales(settings: Settings, parts: Parts, rows: range, columns: int) -> torc
     height, width = settings["block"]
     stored, blocks = parts["scale"], -(-columns // width)
     if settings.get("swizzled"):
-        scale = scale_values(_rows_of_tiles(stored, rows, blocks))
+        held = _rows_of_tiles(stored, rows, blocks)
     else:
-        scale = scale_values(_rows_of_blocks(stored.reshape(-1, blocks), rows, height))
+        held = _rows_of_blocks(stored.reshape(-1, blocks), rows, height)
+    scale = scale_values(held, settings.get("scale_code", "e8m0"))
     if "tensor_scale" in parts:
         of_tensor = parts["tensor_scale"].to(torch.float32).reshape(())
         scale = scale / of_tensor if settings.get("divide") else scale * of_tensor
@@ -189,15 +196,3 @@ def _zeros(settings: Settings, zero: torch.Tensor, rows: range) -> torch.Tensor:
     out = torch.empty((len(words), min((high - low) * together, 32 * words.shape[1] // bits)), dtype=torch.float32)
     unpack(words, bits, out, dense)
     return out[:, rows.start - low * together :][:, : len(rows)].t().sub(1 << (bits - 1))
-
-
-def _unrotate(values: torch.Tensor, columns: int) -> torch.Tensor:
-    """Undo ConvRot's rotation: multiply each group of `columns` columns by a Hadamard matrix, which is its own inverse. The matrix
-    is a Kronecker power of H = J / 2 - P, where J is a 4 x 4 matrix of ones, and P reverses the order of four values.
-    """
-    shape, apart = values.shape, 1
-    while apart < columns:
-        quads = values.reshape(-1, 4, apart)
-        values = quads.sum(1, keepdim=True).mul_(0.5) - quads.flip(1)
-        apart *= 4
-    return values.view(shape)

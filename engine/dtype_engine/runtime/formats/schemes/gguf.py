@@ -8,10 +8,12 @@ import numpy as np
 import torch
 
 from dtype_engine.checkpoint.schemes import CODES, CodedWeight
+from dtype_engine.checkpoint.schemes.gguf import DECODED_HERE
 from dtype_engine.core.errors import UserError
 from dtype_engine.core.foreign_code import failures_as
 from dtype_engine.core.text import printable
 from dtype_engine.runtime.formats.schemes import Parts
+from dtype_engine.runtime.formats.schemes.unpack import unpack
 
 _VALUES_AT_ONCE = 1 << 20
 """How many values are decoded at once. The gguf package allocates several float32 arrays of this size."""
@@ -63,14 +65,26 @@ def _dequantize(weight: CodedWeight, rows: torch.Tensor) -> torch.Tensor:
 
 def _values(blocks: torch.Tensor, kind: Any) -> torch.Tensor:
     """Return the float32 values, in one dimension, of GGUF blocks [blocks, bytes]. transformers decodes the types that it
-    supports, because it is several times as fast as the gguf package. Both give the same values, bit by bit.
+    supports, because it is several times as fast as the gguf package. Both give the same values, bit by bit. Neither decodes Q1_0.
     """
     from transformers.integrations.gguf.dequant import GGML_BLOCK, dequantize
 
     if kind in GGML_BLOCK:
         values: torch.Tensor = dequantize(blocks, int(kind))
         return values
+    if kind.name in DECODED_HERE:
+        return _signs(blocks)
     from gguf.quants import dequantize as by_numpy
 
     with np.errstate(all="ignore"):
         return torch.from_numpy(by_numpy(blocks.numpy(), kind).reshape(-1))
+
+
+def _signs(blocks: torch.Tensor) -> torch.Tensor:
+    """Return the float32 values of Q1_0, in one dimension. A block has a float16 d and 128 bits, the first in the lowest bit of the
+    first byte. A value is d for 1 and -d for 0 (llama.cpp, ggml-quants.c, `dequantize_row_q1_0`).
+    """
+    scale, bits = blocks[:, :2].contiguous().view(torch.float16), blocks[:, 2:].contiguous()
+    values = torch.empty(len(blocks), 8 * bits.shape[1], dtype=torch.float32)
+    unpack(bits, 1, values)
+    return values.mul_(2).sub_(1).mul_(scale.to(torch.float32)).view(-1)

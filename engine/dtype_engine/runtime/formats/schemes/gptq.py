@@ -15,13 +15,12 @@ def decode(weight: CodedWeight, parts: Parts, first: int, last: int) -> torch.Te
     """Return the values of a GPTQ weight from `first` up to `last` along its first dimension: (code - zero point) times scale.
     Raises UserError if a column is in a group without a scale.
     """
-    bits = weight.settings["bits"]
     order = _order(weight, parts)
     scale = parts["scale"][:, first:last].t().to(torch.float32).contiguous()
     zero = _zero_points(weight, parts["zero"], first, last)
 
     def fill(out: torch.Tensor, start: int, stop: int) -> None:
-        unpack(parts[CODES][:, start:stop].t(), bits, out)
+        _unpack(parts[CODES][:, start:stop].t(), weight.settings["planes"], out)
         rows = slice(start - first, stop - first)
         if order is None:
             scale_groups(out, scale[rows], zero[rows])
@@ -29,6 +28,22 @@ def decode(weight: CodedWeight, parts: Parts, first: int, last: int) -> torch.Te
             out.sub_(zero[rows].index_select(1, order)).mul_(scale[rows].index_select(1, order))
 
     return decode_rows(first, last, weight.shape[1], fill)
+
+
+def _unpack(packed: torch.Tensor, planes: tuple[int, ...], out: torch.Tensor) -> None:
+    """Unpack the codes in every row of `packed` to `out`, float32 [rows, codes]. packed: int32 words. planes: the widths of the
+    planes into which the bits of a code are split, from the lowest bits on.
+    """
+    if len(planes) == 1:
+        unpack(packed, planes[0], out)
+        return
+    blocks, first, factor = packed.contiguous().view(-1, sum(planes)), 0, 1  # 32 codes in each
+    plane = torch.empty(len(blocks), 32, dtype=torch.float32)
+    codes = out.view(-1, 32).zero_()
+    for width in planes:
+        unpack(blocks[:, first : first + width].contiguous(), width, plane)
+        codes.add_(plane, alpha=factor)
+        first, factor = first + width, factor << width
 
 
 def _zero_points(weight: CodedWeight, packed: torch.Tensor, first: int, last: int) -> torch.Tensor:
@@ -43,9 +58,9 @@ def _zero_points(weight: CodedWeight, packed: torch.Tensor, first: int, last: in
     low, high = first // 32 * 32, min(-(-last // 32) * 32, weight.shape[0])  # 32 codes take whole words
     zero = torch.empty(len(packed), high - low, dtype=torch.float32)
     words = packed[:, low * bits // 32 : high * bits // 32].view(torch.int32)
-    if bits == 3:
-        unpack(words, bits, zero)
-        zero.add_(added).remainder_(8)
+    if bits == 3 or not added:
+        _unpack(words, weight.settings["planes"], zero)
+        zero.add_(added).remainder_(1 << bits)
     else:
         ones = sum(1 << place for place in range(0, 32, bits))
         unpack(words + added * ones, bits, zero)

@@ -19,6 +19,13 @@ _ALIGNED = 32
 """Rows are decoded in multiples of this, so that a call of `Fill` gets all rows whose codes share a word."""
 _POWERS = torch.tensor([*(math.ldexp(1, code - 127) for code in range(255)), math.nan], dtype=torch.float32)
 """The scale 2^(b - 127) for each byte b that stores an exponent; NaN for 255."""
+_UE5M3 = torch.tensor(
+    [*(math.ldexp(code % 8 + 8 * (code > 7), max(code // 8, 1) - 18) for code in range(255)), math.nan],
+    dtype=torch.float32,
+)
+"""The scale for each byte with an exponent of 5 bits, whose bias is 15, a mantissa of 3 bits and no sign; NaN for 255. See
+AutoRound, `data_type/nvfp.py`, `e5m3_to_float_tensor`.
+"""
 Fill = Callable[[torch.Tensor, int, int], None]
 """`fill(out, start, stop)` writes the rows from `start` up to `stop` to `out`, float32 [stop - start, columns], contiguous and not
 initialized. Several threads call it at the same time.
@@ -101,10 +108,16 @@ def pairs(values: torch.Tensor, high_first: bool = False) -> torch.Tensor:
 def float_values(element: str) -> torch.Tensor:
     """Return the values of all codes of a float dtype of 4 or 6 bits without NaN, such as "mxfp6_e2m3": float32 [codes]."""
     row = dtypes.BY_NAME[element]
-    bits, bias = 1 + row.exponent + row.mantissa, (1 << (row.exponent - 1)) - 1
+    return minifloat_values(row.exponent, row.mantissa)
+
+
+@cache
+def minifloat_values(exponent_bits: int, mantissa_bits: int) -> torch.Tensor:
+    """Return the values of all codes of a float with a sign and without infinity and NaN: float32 [codes]."""
+    bits, bias = 1 + exponent_bits + mantissa_bits, (1 << (exponent_bits - 1)) - 1
     codes = torch.arange(1 << bits)
-    mantissa = (codes & ((1 << row.mantissa) - 1)).to(torch.float32) / (1 << row.mantissa)
-    exponent = (codes >> row.mantissa) & ((1 << row.exponent) - 1)
+    mantissa = (codes & ((1 << mantissa_bits) - 1)).to(torch.float32) / (1 << mantissa_bits)
+    exponent = (codes >> mantissa_bits) & ((1 << exponent_bits) - 1)
     magnitude = torch.ldexp(torch.where(exponent == 0, mantissa, 1 + mantissa), exponent.clamp(1) - bias)
     return torch.where(codes >> (bits - 1) == 1, -magnitude, magnitude)
 
@@ -134,14 +147,35 @@ def write_plain(codes: torch.Tensor, out: torch.Tensor) -> None:
         out.copy_(codes)
 
 
-def scale_values(scale: torch.Tensor) -> torch.Tensor:
-    """Convert scales of any dtype to float32. In uint8 and float8_e8m0fnu, a byte b means 2^(b - 127), and 255 means NaN."""
+def scale_values(scale: torch.Tensor, code: str = "e8m0") -> torch.Tensor:
+    """Convert scales of any dtype to float32. In uint8 and float8_e8m0fnu, a byte b means 2^(b - 127), and 255 means NaN. code:
+    "ue5m3" if bytes are floats instead.
+    """
     if scale.dtype in (torch.uint8, torch.float8_e8m0fnu):
-        exponents = scale.view(torch.uint8).reshape(-1).to(torch.int32)
-        return copied_to(_POWERS, scale.device).index_select(0, exponents).view(scale.shape)
+        table, codes = _UE5M3 if code == "ue5m3" else _POWERS, scale.view(torch.uint8).reshape(-1).to(torch.int32)
+        return copied_to(table, scale.device).index_select(0, codes).view(scale.shape)
     out = torch.empty(scale.shape, dtype=torch.float32, device=scale.device)
     write_plain(scale, out)
     return out
+
+
+def unrotate(values: torch.Tensor, columns: int) -> torch.Tensor:
+    """Multiply each group of `columns` columns by a Hadamard matrix, which is its own inverse. `columns` is a power of two. For a
+    power of four, the matrix is a Kronecker power of H = J / 2 - P, where J is a 4 x 4 matrix of ones, and P reverses the order of
+    four values (ConvRot). Otherwise it is one of [[1, 1], [1, -1]] / sqrt(2), as in SDNQ.
+    """
+    shape, apart = values.shape, 1
+    if columns.bit_length() % 2:
+        while apart < columns:
+            quads = values.reshape(-1, 4, apart)
+            values = quads.sum(1, keepdim=True).mul_(0.5) - quads.flip(1)
+            apart *= 4
+        return values.view(shape)
+    while apart < columns:
+        upper, lower = values.reshape(-1, 2, apart).unbind(1)
+        values = torch.stack((upper + lower, upper - lower), 1)
+        apart *= 2
+    return values.view(shape).mul_(columns**-0.5)
 
 
 def scale_groups(

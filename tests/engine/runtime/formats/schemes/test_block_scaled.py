@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from tests.helpers.quantized.block_scaled import CASES
+from tests.helpers.quantized.block_scaled import CASES, ct_e5m3, modelopt_svd
 
 from dtype_engine.checkpoint import open_checkpoint
 from dtype_engine.runtime.formats.schemes.unpack import scale_values, write_plain
@@ -29,6 +29,19 @@ def test_block_scaled_weights_are_decoded_as_code_times_scale(case: str, tmp_pat
     assert next(iter(checkpoint.coded.values())).format == made.format
     parts = [tensor.name for weight in checkpoint.coded.values() for tensor in weight.tensors]
     assert sorted(parts) == sorted(name for name in made.tensors)
+
+
+@pytest.mark.parametrize(("rows", "columns"), [(24, 72), (23, 104)])
+@pytest.mark.parametrize("column", [False, True])
+def test_e5m3_scales_of_a_last_group_that_is_smaller_are_applied(
+    tmp_path: Path, rows: int, columns: int, column: bool
+) -> None:
+    ct_e5m3(rows, column, columns).check(tmp_path, "ct:nvfp4_e5m3")
+
+
+@pytest.mark.parametrize("rows", [22, 131])
+def test_product_of_two_matrices_is_added_before_columns_are_multiplied(tmp_path: Path, rows: int) -> None:
+    modelopt_svd(rows).check(tmp_path, "modelopt:nvfp4_svd")
 
 
 def test_rows_decoded_in_chunks_equal_those_of_the_whole_weight(

@@ -113,6 +113,21 @@ def test_gguf_vector_is_decoded_as_one_row(architecture: str, tmp_path: Path) ->
     np.testing.assert_array_equal(CodedSource(weight).rows(3, 40).numpy(), right[3:40])
 
 
+@pytest.mark.skipif(not hasattr(gguf.GGMLQuantizationType, "Q1_0"), reason="the gguf package does not know Q1_0")
+def test_values_of_one_bit_are_the_scale_with_their_sign(tmp_path: Path) -> None:
+    random, kind = np.random.default_rng(1), gguf.GGMLQuantizationType.Q1_0
+    scale, bits = random.normal(size=(5, 3)).astype(np.float16), random.integers(0, 2, (5, 3, 128), dtype=np.uint8)
+    packed = np.packbits(bits, axis=2, bitorder="little")
+    with gguf_file(tmp_path / "x.gguf", "llama") as writer:
+        blocks = np.concatenate([scale[..., None].view(np.uint8), packed], 2).reshape(5, -1)
+        writer.add_tensor("blk.0.ffn_up.weight", blocks, raw_dtype=kind)
+    (weight,) = open_checkpoint(tmp_path / "x.gguf").coded.values()
+    right = np.where(bits, scale[..., None], -scale[..., None]).astype(np.float32).reshape(5, -1)
+    assert (weight.format, weight.nbytes) == ("gguf:q1_0", 5 * 3 * 18)
+    np.testing.assert_array_equal(CodedSource(weight).read().numpy(), right)
+    np.testing.assert_array_equal(CodedSource(weight).rows(1, 4).numpy(), right[1:4])
+
+
 @pytest.mark.parametrize("heads", [[2, 2], False, 3])
 def test_gguf_with_head_counts_that_contradict_its_weights_has_no_config(
     heads: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -18,6 +18,13 @@ def test_gptq_codes_of_every_width_and_zero_point_version_are_decoded(tmp_path: 
     gptq(bits, form).check(tmp_path, f"gptq:int{bits}@g32")
 
 
+@pytest.mark.parametrize("bits", [2, 3, 4, 5, 6, 7, 8])
+@pytest.mark.parametrize(("size", "columns", "order"), [(64, 160, "none"), (48, 160, "none"), (32, 96, "shuffled")])
+def test_gptq_codes_in_planes_are_decoded(tmp_path: Path, bits: int, size: int, columns: int, order: str) -> None:
+    """Neither 64 nor 48 divides 160 columns, so that the last group is smaller."""
+    gptq(bits, "gptq_p", size, columns, order).check(tmp_path, f"gptq:int{bits}@g{size}")
+
+
 @pytest.mark.parametrize(("size", "order"), [(32, "regular"), (32, "shuffled"), (-1, "none"), (64, "none")])
 def test_gptq_groups_of_any_order_and_size_are_decoded(tmp_path: Path, size: int, order: str) -> None:
     """-1 is a group for each row. The last of the groups of 64 is smaller."""

@@ -16,6 +16,11 @@ def test_mlx_affine_mode_is_decoded(tmp_path: Path, bits: int) -> None:
     mlx_affine(bits).check(tmp_path, f"mlx:affine{bits}@g32")
 
 
+@pytest.mark.parametrize("bits", [2, 4, 8])
+def test_metal_layers_of_transformers_are_decoded(tmp_path: Path, bits: int) -> None:
+    mlx_affine(bits, metal=True).check(tmp_path, f"mlx:affine{bits}@g32")
+
+
 @pytest.mark.parametrize("mode", ["mxfp4", "mxfp8", "nvfp4"])
 def test_mlx_float_modes_are_decoded(tmp_path: Path, mode: str) -> None:
     mlx_float(mode).check(tmp_path, f"mlx:{mode}")
