@@ -23,6 +23,7 @@ from dtype_engine.core.errors import UserError
 from dtype_engine.core.fused import fused_groups
 from dtype_engine.core.kv_cache import KVCache
 from dtype_engine.core.text import Name, printable
+from dtype_engine.core.token_reads import UNKNOWN
 from dtype_engine.core.units import human_bytes, human_count, percent, plural
 
 MOST_PARTS = 200
@@ -260,6 +261,8 @@ class Tree:
         """The KV cache that the model keeps while it generates text. None of its tensors is in `tensors`."""
         self.draft = NO_DRAFT
         """The layers that predict several tokens at once, and that no forward pass uses."""
+        self.token_reads = UNKNOWN
+        """Which of the weights are read to generate a token."""
         self.kept_in_fp32: dict[str, str] = {}
         """Single tensors that the model's code requires to be in float32, each with a phrase that cites this code."""
         self.root = Module("", classes.get(""))
@@ -391,6 +394,38 @@ class Tree:
     def stored_bytes(self) -> int:
         """Bytes of parameters and persistent buffers as stored; a tied weight counts once."""
         return sum(tensor.nbytes for tensor in self.tensors.values() if tensor.counted)
+
+    @cached_property
+    def read_shares(self) -> Mapping[str, float]:
+        """The expected share of its bytes that a token reads, by the name of each tensor that is not read whole."""
+        shares: dict[str, float] = {}
+        for part in self.token_reads.parts:
+            node = self.modules.get(part.name)
+            inside = self.order[node.first : node.end] if node is not None else [self.tensors.get(part.name)]
+            shares |= {tensor.name: part.share for tensor in inside if tensor is not None}
+        by_name = {part.name: part.share for part in self.token_reads.parts}
+        for tensor in self._tied:
+            nearest = (
+                next((by_name[each] for each in (name, *ancestors(name)) if each in by_name), 1.0)
+                for name in tensor.names
+            )
+            shares[tensor.name] = max(nearest)
+        return {name: share for name, share in shares.items() if share != 1}
+
+    def active_bytes(self, planned: Mapping[str, str] | None = None) -> int | None:
+        """Return the expected bytes of weights that are read to generate one token, or None if they are unknown. planned: dtypes by
+        tensor name, if not the stored ones.
+        """
+        if self.token_reads.none_because is not None:
+            return None
+        sizes: dict[float, int] = {}  # by share, so that experts of which a token reads k / n add up exactly
+        shares = self.read_shares
+        for name, tensor in self.tensors.items():
+            if tensor.counted:
+                share = shares.get(name, 1.0)
+                nbytes = tensor.nbytes if planned is None else tensor.nbytes_in(planned[name])
+                sizes[share] = sizes.get(share, 0) + nbytes
+        return round(math.fsum(share * nbytes for share, nbytes in sizes.items()))
 
     @cached_property
     def of_draft(self) -> Mapping[str, TensorInfo]:
