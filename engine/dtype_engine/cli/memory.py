@@ -10,7 +10,14 @@ import click
 
 from dtype_engine.checkpoint import Checkpoint
 from dtype_engine.checkpoint.source import Source
-from dtype_engine.cli.options import ModelCommand, batch_option, byte_count, context_option, json_option
+from dtype_engine.cli.options import (
+    ModelCommand,
+    bandwidth_option,
+    batch_option,
+    byte_count,
+    context_option,
+    json_option,
+)
 from dtype_engine.cli.program import NO, answer, print_json, say
 from dtype_engine.cli.request import RunRequest
 from dtype_engine.core import dtypes
@@ -46,6 +53,7 @@ from dtype_engine.results.serving_memory import ActivationMemory
     "pass without computing it, from headers alone. measure: load the model and run the pass. none: leave activations out, "
     "which is fastest.",
 )
+@bandwidth_option
 @json_option
 def memory(
     request: RunRequest,
@@ -54,6 +62,7 @@ def memory(
     budget: int | None,
     kv: str | None,
     activations: str,
+    bandwidth: float | None,
     as_object: bool,
 ) -> int:
     """Compute the memory that MODEL needs for inference: for its weights, its KV cache, and the peak of its activations."""
@@ -64,7 +73,7 @@ def memory(
     if form == dtypes.STORED:
         raise UserError("--kv stored: leave out --kv for the dtype in which the model computes")
     context = context or default_context(tree)
-    compute_memory = partial(serving_memory, source.title, tree, plan, Load(context, batch, form), budget)
+    compute_memory = partial(serving_memory, source.title, tree, plan, Load(context, batch, form, bandwidth), budget)
     compute = serving_dtype(tree.totals(plan.dtypes)[""], tree.kv_cache)
     notes: tuple[str, ...] = ()
     try:

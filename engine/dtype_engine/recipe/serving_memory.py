@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from dtype_engine.core import dtypes
+from dtype_engine.core.bandwidth import milliseconds
 from dtype_engine.core.kv_cache import KVCache, KVCacheTensor
 from dtype_engine.core.kv_formats import KV_FORMATS
 from dtype_engine.core.number_ranges import MOST_TOKENS
@@ -17,7 +18,7 @@ from dtype_engine.core.units import plural
 from dtype_engine.recipe.plan import Plan
 
 if TYPE_CHECKING:
-    from dtype_engine.results.serving_memory import ActivationMemory, ServingMemory
+    from dtype_engine.results.serving_memory import ActivationMemory, Decoding, ServingMemory
 
 DEFAULT_CONTEXT = 8192
 
@@ -147,6 +148,8 @@ class Load(msgspec.Struct, frozen=True):
     """The format of KV caches to which no rule gives a format, but not of recurrent states, or None for the dtype in which the
     model computes.
     """
+    bandwidth: float | None = None
+    """The bandwidth of the memory in bytes per second, if it is known."""
 
 
 def serving_memory(
@@ -183,7 +186,7 @@ def serving_memory(
     free = None if budget is None else budget - plan.planned_bytes
     of_sequence = of_cache(context, 1) + (-(-found.nbytes // batch) if found is not None else 0)
     notes = cache.notes if cache.none_because is None else (f"without a KV cache: {cache.none_because}",)
-    notes += _wide_states(cache, plan.caches, dtype)
+    notes += (*_wide_states(cache, plan.caches, dtype), *tree.token_reads.notes)
     if longest is not None and context > longest:
         notes += (f"the model was made for at most {longest:,} tokens",)
     from dtype_engine.results.serving_memory import ServingMemory  # the first paint does not need it
@@ -202,4 +205,20 @@ def serving_memory(
         largest_context=most,
         most_sequences=max(0, free // of_sequence) if free is not None and of_sequence else None,
         longest=longest,
+        decoding=_decoding(tree, plan, of_cache(context, 1), load.bandwidth),
     )
+
+
+def _decoding(tree: Tree, plan: Plan, cache: int, bandwidth: float | None) -> Decoding:
+    """Return what a model reads for a token under a plan. cache: the bytes of the KV cache of one sequence."""
+    from dtype_engine.results.serving_memory import Decoding
+
+    reads, active = tree.token_reads, tree.active_bytes(plan.dtypes)
+    if active is None:
+        return Decoding(None, reads.none_because or "", cache, bandwidth)
+    times = (
+        (None, None)
+        if bandwidth is None
+        else (milliseconds(active, bandwidth), milliseconds(active + cache, bandwidth))
+    )
+    return Decoding(active, reads.words, cache, bandwidth, *times)

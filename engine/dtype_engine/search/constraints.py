@@ -8,6 +8,7 @@ import re
 from dataclasses import dataclass, field
 
 from dtype_engine.core import dtypes
+from dtype_engine.core.bandwidth import DEVICES, device_named
 from dtype_engine.core.errors import UserError
 from dtype_engine.core.kv_formats import SCANNED, names_caches, names_states_alone, parse_format, parse_scanned
 from dtype_engine.core.text import printable
@@ -29,6 +30,23 @@ def parse_bytes(text: str, whole: int) -> int:
     if not math.isfinite(size):
         raise UserError(f"the budget {printable(text)} is larger than any model")
     return int(size)
+
+
+def parse_bandwidth(text: str) -> float:
+    """Parse a memory bandwidth, such as `3.35TB/s`, or the name of a device of `bandwidth.DEVICES`, to bytes per second. Raises
+    UserError.
+    """
+    if (device := device_named(text)) is not None:
+        return device.gigabytes_per_s * 1e9
+    size_and_unit = _SIZE.fullmatch(text.strip().removesuffix("/s"))
+    if size_and_unit is None or size_and_unit[2].lower() not in _UNITS or not text.strip().endswith("/s"):
+        raise UserError(
+            f"can't read the bandwidth {printable(text)!r}: write a number like 3.35TB/s, or one of {', '.join(DEVICES)}"
+        )
+    found = float(size_and_unit[1]) * _UNITS[size_and_unit[2].lower()]
+    if not 1 <= found <= 1e18:
+        raise UserError(f"the bandwidth {printable(text)} is none of a memory: write a number like 3.35TB/s")
+    return found
 
 
 def parse_dtypes(text: str) -> tuple[str, ...]:
