@@ -87,7 +87,7 @@ class _Reader:
             if skipped and module.name.startswith(skipped):
                 continue
             if module.name and self._is_unread(module):
-                parts.append(ReadPart(module.name, 0.0))
+                parts.append(ReadPart(module.name, 0, 1))
                 unread.append(module.name)
                 skipped = f"{module.name}."
                 continue
@@ -129,13 +129,13 @@ class _Reader:
         if module.label == "experts":
             numbered = [label for label in children if _NUMBERED.fullmatch(label)]
             if len(numbered) > 1 and (share := self._share(name, len(numbered))) is not None:
-                yield ReadPart(name, share)
-                yield from (ReadPart(children[label].name, 1.0) for label in children if label not in numbered)
+                yield ReadPart(name, *share)
+                yield from (ReadPart(children[label].name, 1, 1) for label in children if label not in numbered)
                 return
         for tensor in module.tensors.values():
             count = self._packed(tensor)
             if count and (share := self._share(name, count)) is not None:
-                yield ReadPart(tensor.name, share)
+                yield ReadPart(tensor.name, *share)
 
     def _packed(self, tensor: TensorInfo) -> int | None:
         """Return how many experts a tensor packs, or None if it packs none."""
@@ -151,8 +151,10 @@ class _Reader:
         # DBRX packs [experts x rows, columns].
         return next((count for count in self.counts if shape[0] > count and shape[0] % count == 0), None)
 
-    def _share(self, name: str, count: int) -> float | None:
-        """Return the share of `count` experts of a module that a token is sent to, or None if it is unknown, or all."""
+    def _share(self, name: str, count: int) -> tuple[int, int] | None:
+        """Return (experts that a token is sent to, experts among which the router chooses) for a module with `count` experts, or
+        None if the first number is unknown, or if a token is sent to all.
+        """
         chosen = self._chosen(name)
         if chosen is None:
             self.unknown = True
@@ -160,7 +162,7 @@ class _Reader:
         if self.idle:
             count = max(self.counts, default=count) + self.idle
         self.routed = self.routed or (chosen, count)
-        return chosen / count if chosen < count else None
+        return (chosen, count) if chosen < count else None
 
     def _chosen(self, name: str) -> int | None:
         known = _CHOSEN_BY_CODE.get(str(self.config.get("model_type")))
@@ -189,7 +191,7 @@ class _Reader:
         self.by_row = head is None and all(_is_table(_label(name)) for name in aliases)
         for table in self.tables:
             if table is not head and table.shape[0]:
-                yield from (ReadPart(name, 1 / table.shape[0]) for name in table.names if _is_table(_label(name)))
+                yield from (ReadPart(name, 1, table.shape[0]) for name in table.names if _is_table(_label(name)))
 
 
 def _label(name: str) -> str:

@@ -16,8 +16,9 @@ class ReadPart(msgspec.Struct, frozen=True):
     """A module, with all below it, or a tensor, of which a token does not read all bytes, or reads all inside another part."""
 
     name: Name
-    share: float
-    """The expected share of its bytes, from 0 to 1."""
+    read: int
+    """The expected share of its bytes is `read / of`: 2 / 8 for 2 of 8 experts, 1 / rows for a row of a table, 0 / 1 for none."""
+    of: int
 
 
 class TokenReads(msgspec.Struct, frozen=True):
@@ -43,3 +44,13 @@ class TokenReads(msgspec.Struct, frozen=True):
 
 
 UNKNOWN = TokenReads(none_because="nothing says what the model's code does")
+
+
+def rounded_bytes(units: int, of_byte: int) -> int:
+    """Return a number of units as bytes, rounded to the nearest. of_byte: how many units make a byte."""
+    return (2 * units + of_byte) // (2 * of_byte)
+
+
+def most_units(nbytes: int, of_byte: int) -> int:
+    """Return the largest number of units that `rounded_bytes` makes `nbytes` or less."""
+    return (2 * nbytes * of_byte + of_byte - 1) // 2

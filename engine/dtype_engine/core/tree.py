@@ -23,7 +23,7 @@ from dtype_engine.core.errors import UserError
 from dtype_engine.core.fused import fused_groups
 from dtype_engine.core.kv_cache import KVCache
 from dtype_engine.core.text import Name, printable
-from dtype_engine.core.token_reads import UNKNOWN
+from dtype_engine.core.token_reads import UNKNOWN, rounded_bytes
 from dtype_engine.core.units import human_bytes, human_count, percent, plural
 
 MOST_PARTS = 200
@@ -396,21 +396,29 @@ class Tree:
         return sum(tensor.nbytes for tensor in self.tensors.values() if tensor.counted)
 
     @cached_property
-    def read_shares(self) -> Mapping[str, float]:
-        """The expected share of its bytes that a token reads, by the name of each tensor that is not read whole."""
-        shares: dict[str, float] = {}
+    def read_shares(self) -> Mapping[str, tuple[int, int]]:
+        """The expected share (read, of) of its bytes that a token reads, by the name of each tensor that is not read whole."""
+        shares: dict[str, tuple[int, int]] = {}
         for part in self.token_reads.parts:
             node = self.modules.get(part.name)
             inside = self.order[node.first : node.end] if node is not None else [self.tensors.get(part.name)]
-            shares |= {tensor.name: part.share for tensor in inside if tensor is not None}
-        by_name = {part.name: part.share for part in self.token_reads.parts}
+            shares |= {tensor.name: (part.read, part.of) for tensor in inside if tensor is not None}
+        by_name = {part.name: (part.read, part.of) for part in self.token_reads.parts}
         for tensor in self._tied:
-            nearest = (
-                next((by_name[each] for each in (name, *ancestors(name)) if each in by_name), 1.0)
-                for name in tensor.names
-            )
-            shares[tensor.name] = max(nearest)
-        return {name: share for name, share in shares.items() if share != 1}
+            above = ((name, *ancestors(name)) for name in tensor.names)
+            nearest = (next((by_name[each] for each in names if each in by_name), (1, 1)) for names in above)
+            shares[tensor.name] = max(nearest, key=lambda share: share[0] / share[1])
+        return {name: share for name, share in shares.items() if share != (1, 1)}
+
+    @cached_property
+    def read_units(self) -> int:
+        """How many units make a byte, so that the bytes which a token reads of each tensor are a whole number of units."""
+        return math.lcm(*{of for _, of in self.read_shares.values()})
+
+    def active_units(self, tensor: TensorInfo, nbytes: int) -> int:
+        """Return how much of a tensor of `nbytes` bytes a token reads, as a number of `read_units`."""
+        read, of = self.read_shares.get(tensor.name, (1, 1))
+        return nbytes * read * (self.read_units // of)
 
     def active_bytes(self, planned: Mapping[str, str] | None = None) -> int | None:
         """Return the expected bytes of weights that are read to generate one token, or None if they are unknown. planned: dtypes by
@@ -418,14 +426,15 @@ class Tree:
         """
         if self.token_reads.none_because is not None:
             return None
-        sizes: dict[float, int] = {}  # by share, so that experts of which a token reads k / n add up exactly
+        sizes: dict[tuple[int, int], int] = {}
         shares = self.read_shares
         for name, tensor in self.tensors.items():
             if tensor.counted:
-                share = shares.get(name, 1.0)
+                share = shares.get(name, (1, 1))
                 nbytes = tensor.nbytes if planned is None else tensor.nbytes_in(planned[name])
                 sizes[share] = sizes.get(share, 0) + nbytes
-        return round(math.fsum(share * nbytes for share, nbytes in sizes.items()))
+        units = sum(nbytes * read * (self.read_units // of) for (read, of), nbytes in sizes.items())
+        return rounded_bytes(units, self.read_units)
 
     @cached_property
     def of_draft(self) -> Mapping[str, TensorInfo]:

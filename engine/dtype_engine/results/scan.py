@@ -112,6 +112,8 @@ class FrontPoint:
 
     bytes: int
     predicted: float
+    active_bytes: int | None = None
+    """The bytes of weights that a token is expected to read, or None if they are unknown."""
 
 
 def at_even_steps(points: Sequence[_Point], most: int) -> list[_Point]:
@@ -165,6 +167,10 @@ class SearchReport:
     """The program that loads an export of every point: "transformers", a runtime such as "vllm", or "own" for this program."""
     output: OutputDrift | None = None
     """The figures of the output under the recipe, or None if it was not measured."""
+    active_bytes: int | None = None
+    """The bytes of weights that a token is expected to read under the recipe, without KV caches, or None if they are unknown."""
+    bandwidth: float | None = None
+    """The bandwidth of the memory in bytes per second, if the user gives one. It gives the least time for `active_bytes`."""
 
     def __repr__(self) -> str:
         measured = "" if self.measured is None else f", measured {self.measured:.4e}"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 import typing
 import zlib
 from collections.abc import Callable, Iterator, Mapping
@@ -564,9 +563,11 @@ def test_impossible_draft_head_is_refused(draft: DraftHead) -> None:
 @pytest.mark.parametrize(
     "reads",
     [
-        TokenReads((ReadPart("a", 1.5),)),
-        TokenReads((ReadPart("a", -0.5),)),
-        TokenReads((ReadPart("a", math.nan),)),
+        TokenReads((ReadPart("a", 3, 2),)),
+        TokenReads((ReadPart("a", -1, 2),)),
+        TokenReads((ReadPart("a", 0, 0),)),
+        TokenReads((ReadPart("a", 1, 1 << 50),)),
+        TokenReads(tuple(ReadPart(f"a{rows}", 1, rows) for rows in range(1, 1000))),
         TokenReads(routed=(0, 8)),
         TokenReads(notes=("far too many",) * 1000),
     ],

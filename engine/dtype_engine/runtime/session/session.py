@@ -346,8 +346,9 @@ class Session:
     def front(self, constraints: Constraints | None = None) -> ParetoFront:
         """Compute the Pareto front of the model's bytes and the drift that the last scan predicts: the recipes that no other recipe
         beats in both, smallest model first. Raises UserError if there is no scan. `constraints` name the weights that stay as
-        stored, share a dtype, or may have only certain dtypes, and the program that is to load the export. By default, it is
-        transformers for a checkpoint of transformers, otherwise this program.
+        stored, share a dtype, or may have only certain dtypes, the program that is to load the export, and whether the bytes are
+        those of the whole model or those that a token reads. By default, the program is transformers for a checkpoint of
+        transformers, otherwise this program.
 
         >>> _ = session.scan(["bfloat16"], draws=1)
         >>> len(session.front().points) > 1
@@ -991,7 +992,8 @@ class Session:
 
         Args:
             budget: The maximum size of the whole model, in bytes, as "12GiB", or as "45%" of the stored bytes. The result is the
-                recipe with the lowest predicted drift.
+                recipe with the lowest predicted drift. With `Constraints(by="active")`, it limits the bytes of weights that a token
+                reads.
             max_drift: The maximum predicted drift, in the unit of the scan. The result is the recipe with the fewest bytes.
             constraints: As for `front`. With a context length, the bytes include the KV caches, whose formats are then chosen among
                 those that were scanned.
@@ -1005,7 +1007,8 @@ class Session:
             True
         """
         front = self.front(constraints)
-        most = parse_bytes(budget, self.tree.stored_bytes) if isinstance(budget, str) else budget
+        whole = self.tree.stored_bytes if front.by == "bytes" else self.tree.active_bytes() or 0
+        most = parse_bytes(budget, whole) if isinstance(budget, str) else budget
         solution = solved(front, most, max_drift, self.tree, self.need_scan().scores(), constraints)
         recipe = minimize(self.tree, solution.dtypes)
         plan, context = make_plan(self.tree, recipe), None if constraints is None else constraints.context
