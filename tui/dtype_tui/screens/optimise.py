@@ -281,6 +281,8 @@ class OptimiseScreen(ModalScreen[None]):
         else:
             text.append(f"  {100 * size / stored:.1f} % of stored   " if stored else "   ", style="dim")
         text.append(f"predicted {figure(solution.score)}", style="bold")
+        if solution.active_bytes not in (None, size):
+            text.append(f"  a token reads {human_bytes(solution.active_bytes or 0)}", style="dim")
         known = self.point_measurement()
         if known is not None:
             text.append(f"  measured {figure(known.measured)}", style="bold")

@@ -107,6 +107,8 @@ def _serving(experiment: Experiment) -> Iterator[tuple[str, str]]:
         if memory.activations is not None:
             yield "activations", f"{human_bytes(memory.activations.nbytes)} estimated, at the peak of a pass"
         yield "together", human_bytes(memory.total_bytes)
+    if memory.decoding is not None and memory.decoding.active_bytes is not None:
+        yield "active", f"{human_bytes(memory.decoding.active_bytes)} read for a token: {memory.decoding.what}"
     for line in (*budget_words(memory), *memory.notes):
         yield "serving", printable(line, 500)
 
