@@ -129,13 +129,13 @@ class _Reader:
         if module.label == "experts":
             numbered = [label for label in children if _NUMBERED.fullmatch(label)]
             if len(numbered) > 1 and (share := self._share(name, len(numbered))) is not None:
-                yield ReadPart(name, *share)
+                yield ReadPart(name, *share, routed=True)
                 yield from (ReadPart(children[label].name, 1, 1) for label in children if label not in numbered)
                 return
         for tensor in module.tensors.values():
             count = self._packed(tensor)
             if count and (share := self._share(name, count)) is not None:
-                yield ReadPart(tensor.name, *share)
+                yield ReadPart(tensor.name, *share, routed=True)
 
     def _packed(self, tensor: TensorInfo) -> int | None:
         """Return how many experts a tensor packs, or None if it packs none."""

@@ -31,6 +31,7 @@ from dtype_engine.core.kv_formats import SCANNED
 from dtype_engine.core.shard import Shard
 from dtype_engine.recipe import Recipe, Rule
 from dtype_engine.results.as_json import as_json
+from dtype_engine.results.expert_tokens import few_words
 from dtype_engine.results.scan import MOST_DRAWS
 from dtype_engine.search.constraints import parse_allowed, parse_bytes, parse_dtypes
 from dtype_engine.search.families import FAMILIES, loaded_scores, require_loadable
@@ -129,6 +130,8 @@ def scan(request: RunRequest, shard: str | None, as_object: bool, **how: Any) ->
     report, left_out = task.report(), ""
     if options.dtype_names is None or options.family is not None:
         report, left_out = loaded_scores(session.tree, report, options.family or report.loader)
+    experts, notices = session.expert_tokens()
+    report = dataclasses.replace(report, experts=experts, notices=(*report.notices, *few_words(experts), *notices))
     if as_object:
         print_json(as_json(report))
     else:
@@ -275,6 +278,7 @@ def search(
         raise UserError(f"formats that begin with {SCANNED} are for KV caches, whose bytes depend on --context TOKENS")
     unwritten = UnwrittenFiles()
     session, _ = _scanned(request, scanning, unwritten, only_loadable=True)
+    experts, unknown = session.expert_tokens() if measure else ((), ())
     most, by = _budget(session.tree, budget, budget_active)
     family = scanning.family or session.model.loader
     constraints = Constraints(keep, groups, (), tuple(rules), context, batch, family, by)
@@ -315,7 +319,7 @@ def search(
         from dtype_engine.reports.text_scan import search_text
 
         answer(search_text(report))
-    note(report.notices)
+    note((*report.notices, *few_words(experts), *unknown))
     return unwritten.status or (0 if finite else NO)
 
 

@@ -19,6 +19,8 @@ class ReadPart(msgspec.Struct, frozen=True):
     read: int
     """The expected share of its bytes is `read / of`: 2 / 8 for 2 of 8 experts, 1 / rows for a row of a table, 0 / 1 for none."""
     of: int
+    routed: bool = False
+    """Whether the part is experts to which a router sends tokens."""
 
 
 class TokenReads(msgspec.Struct, frozen=True):

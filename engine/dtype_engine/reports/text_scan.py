@@ -54,7 +54,16 @@ def scan_text(report: ScanReport) -> str:
         )
         for weight in ranked[:_ROWS]
     ]  # fmt: skip
-    return "\n".join([*lines, *table_lines(cells, (2,), indent="  ")])
+    return "\n".join([*lines, *table_lines(cells, (2,), indent="  "), *_experts(report)])
+
+
+def _experts(report: ScanReport) -> list[str]:
+    """Return a table of how many tokens the experts of at most twelve layers got, or [] for a model without experts."""
+    if not report.experts:
+        return []
+    rows = [(printable(each.module), *each.spread) for each in at_even_steps(report.experts, 12)]
+    heading = ("tokens of an expert", "fewest", "median", "most")
+    return ["", *table_lines([heading, *rows], (1, 2, 3))]
 
 
 def totals_heading(report: ScanReport) -> str:

@@ -12,6 +12,7 @@ from dtype_engine.core.text import Name, brief
 from dtype_engine.core.units import human_bytes, plural, with_error
 from dtype_engine.results.coverage import Coverage
 from dtype_engine.results.drift import OutputDrift
+from dtype_engine.results.expert_tokens import ExpertTokens
 from dtype_engine.results.losses import ValueLoss
 from dtype_engine.results.metrics import MetricChange
 
@@ -73,6 +74,8 @@ class ScanReport:
     """How many of the model's tensors are in its files. None if no checkpoint was loaded."""
     loader: str = "own"
     """The program whose formats a search takes by default: "transformers" for a checkpoint of transformers, otherwise "own"."""
+    experts: tuple[ExpertTokens, ...] = ()
+    """How many tokens the experts of a mixture got, if they were counted."""
 
     def __repr__(self) -> str:
         names = {weight.name for weight in self.weights}

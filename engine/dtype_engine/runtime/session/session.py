@@ -35,6 +35,7 @@ from dtype_engine.results.attribution import (
 )
 from dtype_engine.results.drift import DriftReport, ImplicitCastStats, ModuleDrift, OutputDrift
 from dtype_engine.results.execution import ExecutionReport
+from dtype_engine.results.expert_tokens import ExpertTokens
 from dtype_engine.results.export import ExportReport, VerifyReport
 from dtype_engine.results.given_logits import GivenLogits
 from dtype_engine.results.inputs import InputsSummary
@@ -52,6 +53,7 @@ from dtype_engine.runtime.inputs.validate import with_labels
 from dtype_engine.runtime.measure.attribution import Attribution, OnCauses, Part, PartDrift
 from dtype_engine.runtime.measure.attribution import OnProgress as OnParts
 from dtype_engine.runtime.measure.execution_check import compare_executions, usual_executions
+from dtype_engine.runtime.measure.expert_tokens import expert_tokens
 from dtype_engine.runtime.measure.generation import OnText, OnTokens, generate, refuse_tokens
 from dtype_engine.runtime.measure.implicit_casts import implicit_casts
 from dtype_engine.runtime.measure.listener import MeasurementListener, OnProgress
@@ -930,6 +932,19 @@ class Session:
         """
         with ForwardRunner(self.model, self.settings, cancelled, watch=False, behavior=self._behavior) as runner:
             return measure_speed(runner, self.need_inputs(), self.plan, on_passes, repeats)
+
+    @reading_weights
+    def expert_tokens(
+        self, on_run: Callable[[], object] = ignore, cancelled: IsCancelled = never
+    ) -> tuple[tuple[ExpertTokens, ...], tuple[str, ...]]:
+        """Count the tokens of the inputs that the reference's routers send to each expert. Returns (the counts of each module of
+        experts, notices about modules whose experts can't be told apart); both are empty for a model without experts, which is not
+        run. `on_run` is called after each sequence.
+
+        >>> session.expert_tokens()
+        ((), ())
+        """
+        return expert_tokens(self.model, self.need_inputs(), self._behavior, on_run, cancelled)
 
     @reading_weights
     def scan(
