@@ -82,7 +82,7 @@ def search_text(report: SearchReport) -> str:
         f"loads in   {LOADERS[report.formats]}",
         f"predicted  {report.predicted:.4e} {report.unit}",
     ]
-    if report.active_bytes is not None:
+    if report.active_bytes is not None and _shows_active(report):
         lines.insert(2, f"active     {human_bytes(report.active_bytes)} of the weights are read for a token")
         if report.bandwidth is not None:
             least = token_time(milliseconds(report.active_bytes, report.bandwidth))
@@ -112,12 +112,17 @@ def search_text(report: SearchReport) -> str:
     return "\n".join(lines)
 
 
+def _shows_active(report: SearchReport) -> bool:
+    """Return whether a token reads other bytes than all of them, or the user asks for its time."""
+    return report.bandwidth is not None or any(point.active_bytes not in (None, point.bytes) for point in report.front)
+
+
 def _front(report: SearchReport) -> list[str]:
     """Return a heading and at most twelve points of the Pareto front: bytes, those that a token reads, its time, and drift."""
     points, bandwidth = at_even_steps(report.front, 12), report.bandwidth
     names, rows = [], []
     for point in points:
-        active = point.active_bytes
+        active = point.active_bytes if _shows_active(report) else None
         cells = [] if active is None else [human_bytes(active)]
         cells += [] if active is None or bandwidth is None else [f"{milliseconds(active, bandwidth):.3g} ms"]
         names = ["active", "at least"][: len(cells)]
