@@ -43,7 +43,7 @@ def parse_bandwidth(text: str) -> float:
         raise UserError(
             f"can't read the bandwidth {printable(text)!r}: write a number like 3.35TB/s, or one of {', '.join(DEVICES)}"
         )
-    found = float(size_and_unit[1]) * _UNITS[size_and_unit[2].lower()]
+    found: float = float(size_and_unit[1]) * _UNITS[size_and_unit[2].lower()]
     if not 1 <= found <= 1e18:
         raise UserError(f"the bandwidth {printable(text)} is none of a memory: write a number like 3.35TB/s")
     return found

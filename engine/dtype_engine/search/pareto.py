@@ -116,8 +116,6 @@ def make_items(
     """Return the items of a search. scores: the drift by (weight, dtype). Raises UserError for unmatched patterns, unscanned
     dtypes, and weights for which no common dtype is allowed.
     """
-    if constraints.by == "active" and (why := tree.token_reads.none_because) is not None:
-        raise UserError(f"it is unknown which weights a token reads, so that they can't be limited: {why}")
     weights = tree.searched
     scanned = {dtype for _, dtype in scores}
     weights_of_model = frozenset(weights)
@@ -491,7 +489,11 @@ class ParetoFront:
 def make_front(
     tree: Tree, scores: Mapping[tuple[str, str], float], constraints: Constraints = Constraints()
 ) -> ParetoFront:
-    """Return the Pareto front of a model. The arguments and errors are those of `make_items`."""
+    """Return the Pareto front of a model. The arguments and errors are those of `make_items`. Raises UserError also if it is unknown
+    what a token reads, and the front is to be by that.
+    """
+    if constraints.by == "active" and (why := tree.token_reads.none_because) is not None:
+        raise UserError(f"it is unknown which weights a token reads, so that they can't be limited: {why}")
     items = make_items(tree, scores, constraints)
     changing = {name for item in items for name in item.weights if name in tree.tensors}
     fixed = [tensor for name, tensor in tree.tensors.items() if tensor.counted and name not in changing]
