@@ -489,8 +489,8 @@ class ParetoFront:
 def make_front(
     tree: Tree, scores: Mapping[tuple[str, str], float], constraints: Constraints = Constraints()
 ) -> ParetoFront:
-    """Return the Pareto front of a model. The arguments and errors are those of `make_items`. Raises UserError also if it is unknown
-    what a token reads, and the front is to be by that.
+    """Return the Pareto front of a model. The arguments and errors are those of `make_items`; UserError is also raised if the front
+    is to be by what a token reads, and that is unknown.
     """
     if constraints.by == "active" and (why := tree.token_reads.none_because) is not None:
         raise UserError(f"it is unknown which weights a token reads, so that they can't be limited: {why}")
