@@ -306,8 +306,8 @@ def test_large_tree_is_sent_in_small_parts() -> None:
 HOSTILE = "\x1b]0;owned\x07\u202e\u3164\u1160\ufe0f\nb"
 SAFE = "\\x1b]0;owned\\x07\\u202e\\u3164\\u1160\\ufe0f\nb"
 NAMES = {
-    "ActivationMemory.module", "Contribution.name", "ExponentHistogram.name", "Failed.module", "Finding.tensor",
-    "ImplicitCastStats.module", "InspectTensor.tensor",
+    "ActivationMemory.module", "Contribution.name", "ExpertTokens.module", "ExponentHistogram.name", "Failed.module",
+    "Finding.tensor", "ImplicitCastStats.module", "InspectTensor.tensor",
     "LossRemedy.tensors", "ModuleDrift.name", "NonFiniteDiagnosis.first_module", "NonFiniteDiagnosis.module",
     "NonFiniteDiagnosis.weights", "Rule.pattern", "TensorInfo.aliases", "TensorInfo.name", "TensorInfo.stored_as",
     "ValueLoss.tensor", "WeightError.name", "WeightGain.name", "WeightScore.name",
