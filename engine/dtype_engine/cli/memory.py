@@ -23,7 +23,7 @@ from dtype_engine.cli.request import RunRequest
 from dtype_engine.core import dtypes
 from dtype_engine.core.errors import NoForward, UserError
 from dtype_engine.core.kv_formats import parse_of_tokens
-from dtype_engine.recipe.serving_memory import Load, default_context, serving_dtype, serving_memory
+from dtype_engine.recipe.serving_memory import Load, decoding, default_context, serving_dtype, serving_memory
 from dtype_engine.results.as_json import as_json
 from dtype_engine.results.serving_memory import ActivationMemory
 
@@ -73,7 +73,7 @@ def memory(
     if form == dtypes.STORED:
         raise UserError("--kv stored: leave out --kv for the dtype in which the model computes")
     context = context or default_context(tree)
-    compute_memory = partial(serving_memory, source.title, tree, plan, Load(context, batch, form, bandwidth), budget)
+    compute_memory = partial(serving_memory, source.title, tree, plan, Load(context, batch, form), budget)
     compute = serving_dtype(tree.totals(plan.dtypes)[""], tree.kv_cache)
     notes: tuple[str, ...] = ()
     try:
@@ -83,7 +83,8 @@ def memory(
         result = compute_memory()
         notes = (f"without activations: {error}",)
     say("")
-    result = replace(result, notes=(*result.notes, *notes))
+    reads = decoding(tree, plan, result, bandwidth)
+    result = replace(result, notes=(*result.notes, *notes), decoding=reads)
     if as_object:
         print_json(as_json(result) | {"total_bytes": result.total_bytes, "fits": result.fits})
     else:

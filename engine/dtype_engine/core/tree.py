@@ -426,15 +426,19 @@ class Tree:
         """
         if self.token_reads.none_because is not None:
             return None
-        sizes: dict[tuple[int, int], int] = {}
-        shares = self.read_shares
-        for name, tensor in self.tensors.items():
-            if tensor.counted:
-                share = shares.get(name, (1, 1))
-                nbytes = tensor.nbytes if planned is None else tensor.nbytes_in(planned[name])
-                sizes[share] = sizes.get(share, 0) + nbytes
-        units = sum(nbytes * read * (self.read_units // of) for (read, of), nbytes in sizes.items())
-        return rounded_bytes(units, self.read_units)
+        changes: dict[tuple[int, int], int] = {}
+        for name, dtype in (planned or {}).items():
+            tensor = self.tensors[name]
+            if dtype != tensor.dtype and tensor.counted:
+                share = self.read_shares.get(name, (1, 1))
+                changes[share] = changes.get(share, 0) + tensor.nbytes_in(dtype) - tensor.nbytes
+        units = sum(nbytes * read * (self.read_units // of) for (read, of), nbytes in changes.items())
+        return rounded_bytes(self._stored_units + units, self.read_units)
+
+    @cached_property
+    def _stored_units(self) -> int:
+        """How much a token reads of the tensors as stored, as a number of `read_units`."""
+        return sum(self.active_units(tensor, tensor.nbytes) for tensor in self.tensors.values() if tensor.counted)
 
     @cached_property
     def of_draft(self) -> Mapping[str, TensorInfo]:

@@ -148,8 +148,6 @@ class Load(msgspec.Struct, frozen=True):
     """The format of KV caches to which no rule gives a format, but not of recurrent states, or None for the dtype in which the
     model computes.
     """
-    bandwidth: float | None = None
-    """The bandwidth of the memory in bytes per second, if it is known."""
 
 
 def serving_memory(
@@ -205,20 +203,20 @@ def serving_memory(
         largest_context=most,
         most_sequences=max(0, free // of_sequence) if free is not None and of_sequence else None,
         longest=longest,
-        decoding=_decoding(tree, plan, of_cache(context, 1), load.bandwidth),
     )
 
 
-def _decoding(tree: Tree, plan: Plan, cache: int, bandwidth: float | None) -> Decoding:
-    """Return what a model reads for a token under a plan. cache: the bytes of the KV cache of one sequence."""
-    from dtype_engine.results.serving_memory import Decoding
+def decoding(tree: Tree, plan: Plan, memory: ServingMemory, bandwidth: float | None = None) -> Decoding:
+    """Return what a model reads for a token under a plan. For a model of many tensors, this takes as long as a plan.
 
-    reads, active = tree.token_reads, tree.active_bytes(plan.dtypes)
+    memory: the memory of the model under the plan. bandwidth: that of the memory in bytes per second, if it is known.
+    """
+    from dtype_engine.results.serving_memory import Decoding  # the first paint does not need it
+
+    reads, active, cache = tree.token_reads, tree.active_bytes(plan.dtypes), memory.kv_bytes // memory.batch
     if active is None:
         return Decoding(None, reads.none_because or "", cache, bandwidth)
-    times = (
-        (None, None)
-        if bandwidth is None
-        else (milliseconds(active, bandwidth), milliseconds(active + cache, bandwidth))
-    )
+    if bandwidth is None:
+        return Decoding(active, reads.words, cache)
+    times = milliseconds(active, bandwidth), milliseconds(active + cache, bandwidth)
     return Decoding(active, reads.words, cache, bandwidth, *times)

@@ -68,7 +68,7 @@ class ServingMemory:
     longest: int | None = None
     """The maximum length of a sequence in tokens, if the model's configuration names it."""
     decoding: Decoding | None = None
-    """What a token reads, and how long that takes at least."""
+    """What a token reads, and how long that takes at least, if it was computed."""
 
     @property
     def total_bytes(self) -> int:
