@@ -14,6 +14,7 @@ from dtype_engine.checkpoint.packed_weights import NOT_CODES, output_scales, par
 from dtype_engine.checkpoint.safetensors_header import CheckpointTensor
 from dtype_engine.checkpoint.schemes import CODES, CodedWeight
 from dtype_engine.checkpoint.schemes.own import read as read_own
+from dtype_engine.checkpoint.token_reads import token_reads
 from dtype_engine.checkpoint.weight_sets import WeightSet, is_diffusers, several_sets
 from dtype_engine.core import dtypes
 from dtype_engine.core.draft_heads import DraftHead, draft_head
@@ -245,6 +246,7 @@ class Checkpoint:
             )
             tree.draft = self.draft
             tree.kv_cache = kv_cache(tree, self.config)
+            tree.token_reads = token_reads(tree, self.config)
             return tree
 
     @property

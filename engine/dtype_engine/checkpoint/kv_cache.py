@@ -29,18 +29,25 @@ def kv_cache(tree: Tree, config: Mapping[str, Any] | None) -> KVCache:
     """
     if config is None:
         return KVCache(none_because="no config.json tells the model's architecture, so that its KV cache is unknown")
-    architecture, named = tree.root.class_name, config.get("architectures")
-    if isinstance(named, list) and named and isinstance(named[0], str):
-        architecture = named[0]
-    if architecture is not None and not _generates(architecture, config):
-        found = KVCache(none_because=f"{printable(architecture)} does not generate text, so that it keeps no KV cache")
+    if (why := why_no_text(tree, config)) is not None:
+        found = KVCache(none_because=f"{why}, so that it keeps no KV cache")
     else:
         found = _Reader(tree, config).read()
         if found.tensors:
             found = replace(found, declared=declared_formats(config))
-    text = _text_config(config)
+    text = text_config(config)
     dtype = str(config.get("dtype") or config.get("torch_dtype") or text.get("dtype")).removeprefix("torch.")
     return replace(found, dtype=dtype if dtype in dtypes.COMPUTE_DTYPES else None, longest=_first(text, *_LONGEST))
+
+
+def why_no_text(tree: Tree, config: Mapping[str, Any]) -> str | None:
+    """Return a clause that says that the model does not generate text token by token, or None if it may."""
+    architecture, named = tree.root.class_name, config.get("architectures")
+    if isinstance(named, list) and named and isinstance(named[0], str):
+        architecture = named[0]
+    if architecture is None or _generates(architecture, config):
+        return None
+    return f"{printable(architecture)} does not generate text"
 
 
 def declared_formats(config: Mapping[str, Any] | None) -> tuple[tuple[str, str, str], ...]:
@@ -58,15 +65,15 @@ CACHE_SCALES = (".k_scale", ".v_scale")
 _GENERATING = re.compile(
     r"For(CausalLM|ConditionalGeneration|ImageTextToText|Vision2Seq|SpeechSeq2Seq|Seq2SeqLM)|LMHead|DoubleHeads|MTModel|EncoderDecoder"
 )
-_IN_AN_ENCODER = re.compile(
+IN_AN_ENCODER = re.compile(
     r"encoder|.*(vision|visual|audio|image|speech).*|.*_encoder|.*tower|qformer|perceiver.*|text_model_enc"
 )
-_CROSS = re.compile(
+CROSS = re.compile(
     r"encoder_attn|EncDecAttention|cross_?att.*|encoder_attention|encoder_decoder_attention|multihead_attn", re.I
 )
 _ATTENTION = re.compile(r".*att(entio)?n.*", re.I)
-_KEYS = ("k_proj", "key_proj", "key", "k", "k_lin", "wk")
-_VALUES = ("v_proj", "value_proj", "value", "v", "v_lin", "wv")
+KEYS = ("k_proj", "key_proj", "key", "k", "k_lin", "wk")
+VALUES = ("v_proj", "value_proj", "value", "v", "v_lin", "wv")
 _FUSED = (
     "qkv_proj", "query_key_value", "c_attn", "Wqkv", "qkv", "qkv_lin", "att_proj", "in_proj_qkv", "gqkv_proj", "kv_proj",
 )  # fmt: skip
@@ -78,7 +85,7 @@ _INKLING = "_sconv"
 _OUTPUT = ("out_proj", "o_proj", "dense")
 _SHARING = "mamba_decoder"
 """The child of each layer of Zamba that also runs an attention, whose weights these layers share and a file holds once."""
-_CHILDREN = {*_KEYS, *_FUSED, *_COMPRESSED, *_CONVOLUTIONS, _SHARING, "rg_lru", "receptance", "q_proj"}
+_CHILDREN = {*KEYS, *_FUSED, *_COMPRESSED, *_CONVOLUTIONS, _SHARING, "rg_lru", "receptance", "q_proj"}
 """A module is examined for a cache if it has one of these children, or if its name is that of an attention."""
 _TEXT_CONFIGS = ("thinker_config", "text_config", "llm_config", "language_config", "decoder", "text")
 _LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_decoder_layers", "decoder_layers", "num_layers")
@@ -111,11 +118,12 @@ def _first(config: Mapping[str, Any], *names: str) -> int | None:
     return next((value for name in names if (value := size(config.get(name))) is not None), None)
 
 
-def _text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
+def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the part of a `config.json` that describes the model of the text, which may be all of it."""
     for name in _TEXT_CONFIGS:
         nested = config.get(name)
         if isinstance(nested, Mapping):
-            return _text_config(nested)
+            return text_config(nested)
     return config
 
 
@@ -126,7 +134,7 @@ _States = dict[str, tuple[int, str | None]]
 class _Reader:
     def __init__(self, tree: Tree, config: Mapping[str, Any]) -> None:
         self.tree = tree
-        self.config = text = _text_config(config)
+        self.config = text = text_config(config)
         self.encoder_decoder = bool(config.get("is_encoder_decoder"))
         # The layers of BERT are in a module `encoder` even if they decode.
         self.encoder_decodes = text.get("is_decoder") is True
@@ -199,7 +207,7 @@ class _Reader:
             return True
         decodes = ("encoder",) if self.encoder_decodes else ()
         return any(
-            _IN_AN_ENCODER.fullmatch(part) and part not in decodes and not _CROSS.fullmatch(part) for part in parts
+            IN_AN_ENCODER.fullmatch(part) and part not in decodes and not CROSS.fullmatch(part) for part in parts
         )
 
     def _of_module(self, module: Module, layer: int) -> Iterator[KVCacheTensor]:
@@ -228,7 +236,7 @@ class _Reader:
         sizes = self._keys_and_values(module)
         if sizes is None:
             return
-        cross = any(_CROSS.fullmatch(part) for part in module.name.split("."))
+        cross = any(CROSS.fullmatch(part) for part in module.name.split("."))
         more: dict[str, Any] = {"window": None if cross else self.windows.of(layer)}
         if cross:
             more |= {"source": "encoder", "length": _first(self.config, "max_source_positions")}
@@ -281,9 +289,9 @@ class _Reader:
         """
         children = module.children
         planned = self.heads * self.head_dim if self.heads and self.head_dim else None
-        keys = next((children[name] for name in _KEYS if name in children), None)
+        keys = next((children[name] for name in KEYS if name in children), None)
         if keys is not None and ("k_proj" in children or _ATTENTION.search(module.name)):
-            values = next((children[name] for name in _VALUES if name in children), keys)
+            values = next((children[name] for name in VALUES if name in children), keys)
             sizes = _outputs(keys) or planned, _outputs(values) or planned
             return (sizes[0], sizes[1]) if sizes[0] and sizes[1] else None
         if not planned or not self.query_heads or not self.head_dim:

@@ -50,7 +50,7 @@ TOOLS = (
         "those of a model in float32.",
     ),
     Tool("scan", "scan", left_out=("reference",)),
-    Tool("search", "search", required=("budget",), left_out=("max_predicted", "reference")),
+    Tool("search", "search", required=("budget",), left_out=("budget_active", "max_predicted", "reference")),
     Tool("check", "check", against="source", left_out=("modules",)),
 )
 _RUN_CODE = {

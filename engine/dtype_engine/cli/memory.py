@@ -10,13 +10,20 @@ import click
 
 from dtype_engine.checkpoint import Checkpoint
 from dtype_engine.checkpoint.source import Source
-from dtype_engine.cli.options import ModelCommand, batch_option, byte_count, context_option, json_option
+from dtype_engine.cli.options import (
+    ModelCommand,
+    bandwidth_option,
+    batch_option,
+    byte_count,
+    context_option,
+    json_option,
+)
 from dtype_engine.cli.program import NO, answer, print_json, say
 from dtype_engine.cli.request import RunRequest
 from dtype_engine.core import dtypes
 from dtype_engine.core.errors import NoForward, UserError
 from dtype_engine.core.kv_formats import parse_of_tokens
-from dtype_engine.recipe.serving_memory import Load, default_context, serving_dtype, serving_memory
+from dtype_engine.recipe.serving_memory import Load, decoding, default_context, serving_dtype, serving_memory
 from dtype_engine.results.as_json import as_json
 from dtype_engine.results.serving_memory import ActivationMemory
 
@@ -46,6 +53,7 @@ from dtype_engine.results.serving_memory import ActivationMemory
     "pass without computing it, from headers alone. measure: load the model and run the pass. none: leave activations out, "
     "which is fastest.",
 )
+@bandwidth_option
 @json_option
 def memory(
     request: RunRequest,
@@ -54,6 +62,7 @@ def memory(
     budget: int | None,
     kv: str | None,
     activations: str,
+    bandwidth: float | None,
     as_object: bool,
 ) -> int:
     """Compute the memory that MODEL needs for inference: for its weights, its KV cache, and the peak of its activations."""
@@ -74,7 +83,8 @@ def memory(
         result = compute_memory()
         notes = (f"without activations: {error}",)
     say("")
-    result = replace(result, notes=(*result.notes, *notes))
+    reads = decoding(tree, plan, result, bandwidth)
+    result = replace(result, notes=(*result.notes, *notes), decoding=reads)
     if as_object:
         print_json(as_json(result) | {"total_bytes": result.total_bytes, "fits": result.fits})
     else:

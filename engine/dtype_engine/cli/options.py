@@ -90,6 +90,16 @@ def byte_count(text: str) -> int:
         raise ValueError(f"{text!r}: give a size, such as 2GiB") from None
 
 
+def bytes_per_second(text: str) -> float:
+    """Return a bandwidth such as `3.35TB/s`, or that of a device such as `h100-sxm`. Raises ValueError."""
+    from dtype_engine.search.constraints import parse_bandwidth  # imported late, for a faster first paint of the app
+
+    try:
+        return parse_bandwidth(text)
+    except UserError as error:
+        raise ValueError(str(error)) from None
+
+
 def _precision(text: str) -> float:
     share = text.strip()
     try:
@@ -378,6 +388,13 @@ METRICS = (
 )
 
 
+bandwidth_option = click.option(
+    "--bandwidth",
+    type=bytes_per_second,
+    metavar="BYTES/s",
+    help="The bandwidth of the memory that holds the weights, such as 3.35TB/s, or a device such as h100-sxm. It gives the least "
+    "time for a token.",
+)
 context_option = click.option(
     "--context",
     type=click.IntRange(1, MOST_TOKENS),

@@ -11,14 +11,15 @@ import msgspec
 
 from dtype_engine.checkpoint.memory_fit import fit
 from dtype_engine.cli.conversions import left_out_lines, some_names
-from dtype_engine.cli.options import ModelCommand, force_option, json_option, sarif_option
+from dtype_engine.cli.options import ModelCommand, bandwidth_option, force_option, json_option, sarif_option
 from dtype_engine.cli.program import NO, answer, answer_file, print_json, print_stderr
 from dtype_engine.cli.request import RunRequest
+from dtype_engine.core.bandwidth import milliseconds
 from dtype_engine.core.errors import UserError
 from dtype_engine.core.options import RunSettings
 from dtype_engine.core.roundings import ROUNDINGS
 from dtype_engine.core.system_memory import total_memory
-from dtype_engine.core.units import human_bytes, plural
+from dtype_engine.core.units import human_bytes, plural, token_time
 from dtype_engine.recipe import Recipe, require_matches
 from dtype_engine.recipe.serving import RUNTIMES, lint_serving, serving_lines
 from dtype_engine.recipe.targets import TARGET_SUFFIXES, Context, target_named
@@ -206,9 +207,12 @@ def _rule_lines(rule: RuleComparison, target: str) -> list[str]:
 
 
 @recipe.command(cls=ModelCommand, rules=False, runs=False)
+@bandwidth_option
 @json_option
-def presets(request: RunRequest, as_object: bool) -> None:
-    """List the presets, which are ready-made recipes, with their rules for MODEL and the size that MODEL has under each."""
+def presets(request: RunRequest, bandwidth: float | None, as_object: bool) -> None:
+    """List the presets, which are ready-made recipes, with their rules for MODEL, the size that MODEL has under each, and the bytes
+    of weights that a token reads.
+    """
     from dtype_engine.recipe.presets import preset_effects, rounding_words
 
     context = _context(request)
@@ -223,6 +227,8 @@ def presets(request: RunRequest, as_object: bool) -> None:
                 "rules": [str(rule) for rule in effect.recipe.rules],
                 "planned_bytes": effect.planned_bytes,
                 "fits_memory": effect.planned_bytes <= total_memory(),
+                "active_bytes": effect.active_bytes,
+                "milliseconds": _least_time(effect.active_bytes, bandwidth),
             }
         entries.append(entry)
     if as_object:
@@ -233,9 +239,17 @@ def presets(request: RunRequest, as_object: bool) -> None:
         planned = entry["planned_bytes"]
         answer(f"{entry['name']:16} {human_bytes(planned) if planned is not None else '-':>11}  {entry['sentence']}")
         answer(f"{'':28}  {entry.get('unavailable') or ', '.join(entry['rules'])}")
+        if (active := entry.get("active_bytes")) is not None:
+            least = entry["milliseconds"]
+            time = f", in at least {token_time(least)}" if least is not None else ""
+            answer(f"{'':28}  a token reads {human_bytes(active)} of the weights{time}")
         if planned is not None and not entry["fits_memory"]:
             answer(f"{'':28}  {fit(planned)}")
     answer(rounding_words())
+
+
+def _least_time(active: int | None, bandwidth: float | None) -> float | None:
+    return None if active is None or bandwidth is None else milliseconds(active, bandwidth)
 
 
 def _from_file(file: Path, request: RunRequest) -> Context:

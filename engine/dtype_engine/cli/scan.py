@@ -11,7 +11,15 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from dtype_engine.cli.options import METRICS, REFERENCE, ModelCommand, force_option, json_option, with_options
+from dtype_engine.cli.options import (
+    METRICS,
+    REFERENCE,
+    ModelCommand,
+    bandwidth_option,
+    force_option,
+    json_option,
+    with_options,
+)
 from dtype_engine.cli.parallel import over_workers, workers_option
 from dtype_engine.cli.program import NO, UnwrittenFiles, answer, note, print_json, print_stderr, say, say_count
 from dtype_engine.cli.request import RunRequest
@@ -23,16 +31,18 @@ from dtype_engine.core.kv_formats import SCANNED
 from dtype_engine.core.shard import Shard
 from dtype_engine.recipe import Recipe, Rule
 from dtype_engine.results.as_json import as_json
+from dtype_engine.results.expert_tokens import few_words
 from dtype_engine.results.scan import MOST_DRAWS
 from dtype_engine.search.constraints import parse_allowed, parse_bytes, parse_dtypes
 from dtype_engine.search.families import FAMILIES, loaded_scores, require_loadable
 
 if TYPE_CHECKING:
+    from dtype_engine.core.tree import Tree
     from dtype_engine.results.scan import ScanReport, SearchReport
     from dtype_engine.results.thresholds import Limit
     from dtype_engine.runtime.scan.last_scan import ScanTask
     from dtype_engine.runtime.session.session import Session
-    from dtype_engine.search.pareto import Constraints
+    from dtype_engine.search.pareto import Constraints, SizeKind
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,6 +130,8 @@ def scan(request: RunRequest, shard: str | None, as_object: bool, **how: Any) ->
     report, left_out = task.report(), ""
     if options.dtype_names is None or options.family is not None:
         report, left_out = loaded_scores(session.tree, report, options.family or report.loader)
+    experts, notices = session.expert_tokens()
+    report = dataclasses.replace(report, experts=experts, notices=(*report.notices, *few_words(experts), *notices))
     if as_object:
         print_json(as_json(report))
     else:
@@ -147,6 +159,13 @@ def _why_all_infinite(report: ScanReport) -> str:
     help="Find the recipe with the least predicted drift whose weights take at most this size: 12GiB, 500MB, or 45% of "
     "the stored size.",
 )
+@click.option(
+    "--budget-active",
+    metavar="SIZE",
+    help="Instead of --budget: find the recipe with the least predicted drift of whose weights a token reads at most this size: "
+    "2GiB, or 45% of what it reads of the stored weights.",
+)
+@bandwidth_option
 @click.option(
     "--max-predicted",
     type=float,
@@ -219,6 +238,8 @@ def _why_all_infinite(report: ScanReport) -> str:
 def search(
     request: RunRequest,
     budget: str | None,
+    budget_active: str | None,
+    bandwidth: float | None,
     max_predicted: float | None,
     keep: tuple[str, ...],
     groups: tuple[str, ...],
@@ -233,8 +254,8 @@ def search(
     as_object: bool,
     **how: Any,
 ) -> int:
-    """Find the recipe with the least drift for a limit on size (--budget), or the smallest recipe for a limit on drift
-    (--max-predicted), and report its predicted and its measured drift.
+    """Find the recipe with the least drift for a limit on size (--budget, --budget-active), or the smallest recipe for a limit on
+    drift (--max-predicted), and report its predicted and its measured drift.
 
     A scan measures how much each weight adds to the drift in each dtype, and the predicted drift of a recipe is the sum over its
     weights. The model is scanned first, unless a complete scan is in the file that --save names.
@@ -246,7 +267,7 @@ def search(
         check_target(output, force)
     limits = min_and_max_limits(how, request.options.metrics)
     scanning = _Scanning(**{name: value for name, value in how.items() if name not in ("least", "most")})
-    _check_limits(budget, max_predicted, limits, candidates is not None)
+    _check_limits(budget, budget_active, max_predicted, limits, candidates is not None)
     if (candidates is None and held_out) or (candidates is not None and not held_out and not request.options.metrics):
         raise UserError("--verify K and --held-out FILE go together, unless there is a --metric")
     held_out_options = dataclasses.replace(request.options, prompts=(), texts=held_out)
@@ -257,8 +278,10 @@ def search(
         raise UserError(f"formats that begin with {SCANNED} are for KV caches, whose bytes depend on --context TOKENS")
     unwritten = UnwrittenFiles()
     session, _ = _scanned(request, scanning, unwritten, only_loadable=True)
-    most = parse_bytes(budget, session.tree.stored_bytes) if budget is not None else None
-    constraints = Constraints(keep, groups, (), tuple(rules), context, batch, scanning.family or session.model.loader)
+    experts, unknown = session.expert_tokens() if measure else ((), ())
+    most, by = _budget(session.tree, budget, budget_active)
+    family = scanning.family or session.model.loader
+    constraints = Constraints(keep, groups, (), tuple(rules), context, batch, family, by)
     try:
         if session.scanned is not None and (reason := _why_all_infinite(session.scanned)):
             raise OutOfReach(reason)
@@ -286,6 +309,7 @@ def search(
             fitted = fitted_to((rule.dtype for rule in recipe.rules), session.calibration)
             text = write_recipe(recipe, report.model, session.settings, lost=report.lost, fitted_to=fitted)
             write_text_atomic(output, text, replace=force)
+    report = dataclasses.replace(report, bandwidth=bandwidth)
     finite = report.measured is None or math.isfinite(report.measured)
     if not finite:
         print_stderr("dtype-engine: the output is not finite under this recipe")
@@ -295,7 +319,7 @@ def search(
         from dtype_engine.reports.text_scan import search_text
 
         answer(search_text(report))
-    note(report.notices)
+    note((*report.notices, *few_words(experts), *unknown))
     return unwritten.status or (0 if finite else NO)
 
 
@@ -324,14 +348,24 @@ def merge(files: tuple[Path, ...], output: Path, force: bool) -> None:
     answer(f"{output}: {whole.parts} parts of {len(files)} files")
 
 
-def _check_limits(budget: str | None, max_predicted: float | None, limits: tuple[Limit, ...], verifies: bool) -> None:
+def _budget(tree: Tree, budget: str | None, active: str | None) -> tuple[int | None, SizeKind]:
+    """Return (limit in bytes or None, what it limits). budget, active: of --budget and --budget-active."""
+    if active is None:
+        return (parse_bytes(budget, tree.stored_bytes) if budget is not None else None), "bytes"
+    return parse_bytes(active, tree.active_bytes() or 0), "active"
+
+
+def _check_limits(
+    budget: str | None, active: str | None, max_predicted: float | None, limits: tuple[Limit, ...], verifies: bool
+) -> None:
     """Raise UserError if limits are missing or exclude each other. limits: of --min, --max. verifies: whether --verify is given."""
     if limits and not verifies:
         raise UserError("--min and --max are limits on measured metrics: add --verify K")
-    if (budget is not None and max_predicted is not None) or (budget is None and max_predicted is None and not limits):
-        raise UserError("give either --budget or --max-predicted")
-    if budget is not None:
-        parse_bytes(budget, 0)
+    given = [limit for limit in (budget, active, max_predicted) if limit is not None]
+    if len(given) > 1 or (not given and not limits):
+        raise UserError("give one of --budget, --budget-active and --max-predicted")
+    for size in filter(None, (budget, active)):
+        parse_bytes(size, 0)
 
 
 def _scan_shard(request: RunRequest, shard: Shard, as_object: bool, scanning: _Scanning) -> None:

@@ -38,6 +38,8 @@ ROUNDED_FORMATS = (
     "float8_e4m3fn", "int8", "mxfp4", "nvfp4", "int4@g128", "int4@g32", "int4@g128a", "int8@g128",
 )  # fmt: skip
 """The formats that take a rounding."""
+FEWEST_TOKENS = 16
+"""An expert that got fewer tokens keeps the nearest values: so few say little about the tokens that it will get."""
 SCALE_FACTORS = tuple(step / 32 for step in range(16, 36))
 """The factors, which contain 1, by which a rounding may multiply the range of a block before its scale is computed: 0.5 to 1.09."""
 POWER_FACTORS = (0.5, 1.0, 2.0)

@@ -23,6 +23,7 @@ from dtype_engine.core.errors import UserError
 from dtype_engine.core.fused import fused_groups
 from dtype_engine.core.kv_cache import KVCache
 from dtype_engine.core.text import Name, printable
+from dtype_engine.core.token_reads import UNKNOWN, rounded_bytes
 from dtype_engine.core.units import human_bytes, human_count, percent, plural
 
 MOST_PARTS = 200
@@ -260,6 +261,8 @@ class Tree:
         """The KV cache that the model keeps while it generates text. None of its tensors is in `tensors`."""
         self.draft = NO_DRAFT
         """The layers that predict several tokens at once, and that no forward pass uses."""
+        self.token_reads = UNKNOWN
+        """Which of the weights are read to generate a token."""
         self.kept_in_fp32: dict[str, str] = {}
         """Single tensors that the model's code requires to be in float32, each with a phrase that cites this code."""
         self.root = Module("", classes.get(""))
@@ -391,6 +394,51 @@ class Tree:
     def stored_bytes(self) -> int:
         """Bytes of parameters and persistent buffers as stored; a tied weight counts once."""
         return sum(tensor.nbytes for tensor in self.tensors.values() if tensor.counted)
+
+    @cached_property
+    def read_shares(self) -> Mapping[str, tuple[int, int]]:
+        """The expected share (read, of) of its bytes that a token reads, by the name of each tensor that is not read whole."""
+        shares: dict[str, tuple[int, int]] = {}
+        for part in self.token_reads.parts:
+            node = self.modules.get(part.name)
+            inside = self.order[node.first : node.end] if node is not None else [self.tensors.get(part.name)]
+            shares |= {tensor.name: (part.read, part.of) for tensor in inside if tensor is not None}
+        by_name = {part.name: (part.read, part.of) for part in self.token_reads.parts}
+        for tensor in self._tied:
+            above = ((name, *ancestors(name)) for name in tensor.names)
+            nearest = (next((by_name[each] for each in names if each in by_name), (1, 1)) for names in above)
+            shares[tensor.name] = max(nearest, key=lambda share: share[0] / share[1])
+        return {name: share for name, share in shares.items() if share != (1, 1)}
+
+    @cached_property
+    def read_units(self) -> int:
+        """How many units make a byte, so that the bytes which a token reads of each tensor are a whole number of units."""
+        return math.lcm(*{of for _, of in self.read_shares.values()})
+
+    def active_units(self, tensor: TensorInfo, nbytes: int) -> int:
+        """Return how much of a tensor of `nbytes` bytes a token reads, as a number of `read_units`."""
+        read, of = self.read_shares.get(tensor.name, (1, 1))
+        return nbytes * read * (self.read_units // of)
+
+    def active_bytes(self, planned: Mapping[str, str] | None = None) -> int | None:
+        """Return the expected bytes of weights that are read to generate one token, or None if they are unknown. planned: dtypes by
+        tensor name, if not the stored ones.
+        """
+        if self.token_reads.none_because is not None:
+            return None
+        changes: dict[tuple[int, int], int] = {}
+        for name, dtype in (planned or {}).items():
+            tensor = self.tensors[name]
+            if dtype != tensor.dtype and tensor.counted:
+                share = self.read_shares.get(name, (1, 1))
+                changes[share] = changes.get(share, 0) + tensor.nbytes_in(dtype) - tensor.nbytes
+        units = sum(nbytes * read * (self.read_units // of) for (read, of), nbytes in changes.items())
+        return rounded_bytes(self._stored_units + units, self.read_units)
+
+    @cached_property
+    def _stored_units(self) -> int:
+        """How much a token reads of the tensors as stored, as a number of `read_units`."""
+        return sum(self.active_units(tensor, tensor.nbytes) for tensor in self.tensors.values() if tensor.counted)
 
     @cached_property
     def of_draft(self) -> Mapping[str, TensorInfo]:

@@ -85,6 +85,21 @@ def seconds_text(seconds: float) -> str:
     return f"{1000 * seconds:.1f} ms" if seconds < 1 else f"{seconds:.2f} s"
 
 
+def bandwidth_text(bandwidth: float) -> str:
+    """Return a bandwidth in bytes per second as text, such as `3.35 TB/s`. The units are powers of 1000, as in data sheets."""
+    for power, unit in ((4, "TB"), (3, "GB"), (2, "MB"), (1, "kB")):
+        if bandwidth >= 1000**power:
+            return f"{bandwidth / 1000**power:.4g} {unit}/s"
+    return f"{bandwidth:.4g} B/s"
+
+
+def token_time(milliseconds: float) -> str:
+    """Return the time for a token as text, such as `1.25 ms a token (800 tokens/s)`."""
+    rate = 1000 / milliseconds if milliseconds else math.inf
+    rounded = f"{rate:,.0f}" if rate >= 100 else f"{rate:.3g}"
+    return f"{milliseconds:.3g} ms a token ({rounded} tokens/s)"
+
+
 def time_left(seconds: float) -> str:
     """Return an estimated remaining time, rounded coarsely, such as `12 s`, `3 min` or `1.5 h`."""
     if seconds < 59.5:

@@ -55,12 +55,11 @@ def best(
         assert max_drift is not None
         least, most = told_apart(min(measured.values()), max_drift, 4)
         raise OutOfReach(f"none of the {len(found)} recipes measured drifts by {most} or less: the best by {least}")
-    index = min(
-        within,
-        key=lambda at: (measured[at], found[at].bytes) if budget is not None else (found[at].bytes, measured[at]),
-    )
+    front = session.front(constraints)
+    sizes = list(map(front.size_of, found))
+    index = min(within, key=lambda at: (measured[at], sizes[at]) if budget is not None else (sizes[at], measured[at]))
     session.apply(recipes[index])
-    plan, front = make_plan(session.tree, recipes[index]), session.front(constraints)
+    plan = make_plan(session.tree, recipes[index])
     lost, context = session.lost_values(plan=plan), constraints.context
     unit = session.need_scan().unit
     return dataclasses.replace(

@@ -331,6 +331,8 @@ class PresetEffect:
     """Bytes of memory that the model needs under the preset."""
     needs_classes: bool = False
     """Whether the preset fails to apply only because the classes of modules are unknown."""
+    active_bytes: int | None = None
+    """The bytes of weights that a token is expected to read under the preset, or None if they are unknown."""
 
 
 def preset_effects(
@@ -348,4 +350,13 @@ def preset_effects(
             continue
         plan = make_plan(tree, recipe)
         changed = sum(plan.dtypes[name] != tensor.dtype for name, tensor in tree.tensors.items()) + len(plan.caches)
-        yield PresetEffect(preset, recipe, "", changed, plan.stored_bytes, plan.planned_bytes, needed(plan))
+        yield PresetEffect(
+            preset,
+            recipe,
+            "",
+            changed,
+            plan.stored_bytes,
+            plan.planned_bytes,
+            needed(plan),
+            active_bytes=tree.active_bytes(plan.dtypes),
+        )

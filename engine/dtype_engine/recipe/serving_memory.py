@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from dtype_engine.core import dtypes
+from dtype_engine.core.bandwidth import milliseconds
 from dtype_engine.core.kv_cache import KVCache, KVCacheTensor
 from dtype_engine.core.kv_formats import KV_FORMATS
 from dtype_engine.core.number_ranges import MOST_TOKENS
@@ -17,7 +18,7 @@ from dtype_engine.core.units import plural
 from dtype_engine.recipe.plan import Plan
 
 if TYPE_CHECKING:
-    from dtype_engine.results.serving_memory import ActivationMemory, ServingMemory
+    from dtype_engine.results.serving_memory import ActivationMemory, Decoding, ServingMemory
 
 DEFAULT_CONTEXT = 8192
 
@@ -183,7 +184,7 @@ def serving_memory(
     free = None if budget is None else budget - plan.planned_bytes
     of_sequence = of_cache(context, 1) + (-(-found.nbytes // batch) if found is not None else 0)
     notes = cache.notes if cache.none_because is None else (f"without a KV cache: {cache.none_because}",)
-    notes += _wide_states(cache, plan.caches, dtype)
+    notes += (*_wide_states(cache, plan.caches, dtype), *tree.token_reads.notes)
     if longest is not None and context > longest:
         notes += (f"the model was made for at most {longest:,} tokens",)
     from dtype_engine.results.serving_memory import ServingMemory  # the first paint does not need it
@@ -203,3 +204,19 @@ def serving_memory(
         most_sequences=max(0, free // of_sequence) if free is not None and of_sequence else None,
         longest=longest,
     )
+
+
+def decoding(tree: Tree, plan: Plan, memory: ServingMemory, bandwidth: float | None = None) -> Decoding:
+    """Return what a model reads for a token under a plan. For a model of many tensors, this takes as long as a plan.
+
+    memory: the memory of the model under the plan. bandwidth: that of the memory in bytes per second, if it is known.
+    """
+    from dtype_engine.results.serving_memory import Decoding  # the first paint does not need it
+
+    reads, active, cache = tree.token_reads, tree.active_bytes(plan.dtypes), memory.kv_bytes // memory.batch
+    if active is None:
+        return Decoding(None, reads.none_because or "", cache, bandwidth)
+    if bandwidth is None:
+        return Decoding(active, reads.words, cache)
+    times = milliseconds(active, bandwidth), milliseconds(active + cache, bandwidth)
+    return Decoding(active, reads.words, cache, bandwidth, *times)

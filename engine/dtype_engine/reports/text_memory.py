@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dtype_engine.core.dtypes import short_name
 from dtype_engine.core.text import printable
-from dtype_engine.core.units import human_bytes, plural
+from dtype_engine.core.units import bandwidth_text, human_bytes, plural, token_time
 from dtype_engine.reports.text_table import table_lines
 from dtype_engine.results.serving_memory import ServingMemory
 
@@ -20,7 +20,25 @@ def memory_text(memory: ServingMemory) -> str:
         where = f"the peak is in {printable(peak.module)}" if peak.module else ""
         rows.append(("activations", human_bytes(peak.nbytes), f"{how}, {where}".removesuffix(", ")))
     rows.append(("together", human_bytes(memory.total_bytes), size_words(memory)))
-    return "\n".join([*table_lines(rows, (1,)), *budget_words(memory), *memory.notes])
+    return "\n".join([*table_lines(rows, (1,)), *decoding_words(memory), *budget_words(memory), *memory.notes])
+
+
+def decoding_words(memory: ServingMemory) -> list[str]:
+    """Return a sentence with the bytes of weights that a token reads, and one with the least time for it if a bandwidth is known.
+    [] if they are unknown and no bandwidth is given.
+    """
+    found = memory.decoding
+    if found is None or (found.active_bytes is None and found.bandwidth is None):
+        return []
+    if found.active_bytes is None:
+        return [f"no time per token: {found.what}"]
+    lines = [f"a token reads {human_bytes(found.active_bytes)} of the weights: {found.what}"]
+    if found.bandwidth is not None and found.milliseconds is not None and found.milliseconds_with_cache is not None:
+        lines.append(f"decoding at {bandwidth_text(found.bandwidth)}: at least {token_time(found.milliseconds)}")
+        if found.cache_bytes:
+            with_cache = token_time(found.milliseconds_with_cache)
+            lines[-1] += f"; with the KV cache of {memory.context:,} tokens, {with_cache}"
+    return lines
 
 
 def size_words(memory: ServingMemory) -> str:

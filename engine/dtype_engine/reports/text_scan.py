@@ -5,9 +5,18 @@ from __future__ import annotations
 import math
 
 from dtype_engine.core import dtypes
+from dtype_engine.core.bandwidth import milliseconds
 from dtype_engine.core.kv_formats import SCANNED
 from dtype_engine.core.text import printable
-from dtype_engine.core.units import human_bytes, less_error, plural, seconds_text, with_error
+from dtype_engine.core.units import (
+    bandwidth_text,
+    human_bytes,
+    less_error,
+    plural,
+    seconds_text,
+    token_time,
+    with_error,
+)
 from dtype_engine.recipe.loading import LOADERS
 from dtype_engine.reports.text import found_text
 from dtype_engine.reports.text_losses import loss_lines
@@ -45,7 +54,16 @@ def scan_text(report: ScanReport) -> str:
         )
         for weight in ranked[:_ROWS]
     ]  # fmt: skip
-    return "\n".join([*lines, *table_lines(cells, (2,), indent="  ")])
+    return "\n".join([*lines, *table_lines(cells, (2,), indent="  "), *_experts(report)])
+
+
+def _experts(report: ScanReport) -> list[str]:
+    """Return a table of how many tokens the experts of at most twelve layers got, or [] for a model without experts."""
+    if not report.experts:
+        return []
+    rows = [(printable(each.module), *each.spread) for each in at_even_steps(report.experts, 12)]
+    heading = ("tokens of an expert", "fewest", "median", "most")
+    return ["", *table_lines([heading, *rows], (1, 2, 3))]
 
 
 def totals_heading(report: ScanReport) -> str:
@@ -64,6 +82,11 @@ def search_text(report: SearchReport) -> str:
         f"loads in   {LOADERS[report.formats]}",
         f"predicted  {report.predicted:.4e} {report.unit}",
     ]
+    if report.active_bytes is not None and _shows_active(report):
+        lines.insert(2, f"active     {human_bytes(report.active_bytes)} of the weights are read for a token")
+        if report.bandwidth is not None:
+            least = token_time(milliseconds(report.active_bytes, report.bandwidth))
+            lines[2] += f"; at {bandwidth_text(report.bandwidth)}, that takes at least {least}"
     if report.context is not None:
         lines[1] += f", of which KV cache {human_bytes(report.cache_bytes)} at {plural(report.context, 'token')}"
     if report.measured is not None:
@@ -85,6 +108,24 @@ def search_text(report: SearchReport) -> str:
         ]  # fmt: skip
         lines += [*table_lines([(" ", "planned", "predicted", "measured", *names), *rows], (1, 2, 3)), ""]
     lines += ["rules", *(f"  {printable(rule, len(rule))}" for rule in report.rules or ("none: as stored",))]
-    lines += [*loss_lines(report.lost), "", "Pareto front"]
-    lines += [f"  {human_bytes(point.bytes):>10}  {point.predicted:.4e}" for point in at_even_steps(report.front, 12)]
+    lines += [*loss_lines(report.lost), "", *_front(report)]
     return "\n".join(lines)
+
+
+def _shows_active(report: SearchReport) -> bool:
+    """Return whether a token reads other bytes than all of them, or the user asks for its time."""
+    return report.bandwidth is not None or any(point.active_bytes not in (None, point.bytes) for point in report.front)
+
+
+def _front(report: SearchReport) -> list[str]:
+    """Return a heading and at most twelve points of the Pareto front: bytes, those that a token reads, its time, and drift."""
+    points, bandwidth = at_even_steps(report.front, 12), report.bandwidth
+    names, rows = [], []
+    for point in points:
+        active = point.active_bytes if _shows_active(report) else None
+        cells = [] if active is None else [human_bytes(active)]
+        cells += [] if active is None or bandwidth is None else [f"{milliseconds(active, bandwidth):.3g} ms"]
+        names = ["active", "at least"][: len(cells)]
+        rows.append((human_bytes(point.bytes), *cells, f"{point.predicted:.4e}"))
+    heading = [("planned", *names, "predicted")] if names else []
+    return ["Pareto front", *table_lines([*heading, *rows], tuple(range(len(names) + 1)), indent="  ")]

@@ -12,6 +12,7 @@ from dtype_engine.core.text import Name, brief
 from dtype_engine.core.units import human_bytes, plural, with_error
 from dtype_engine.results.coverage import Coverage
 from dtype_engine.results.drift import OutputDrift
+from dtype_engine.results.expert_tokens import ExpertTokens
 from dtype_engine.results.losses import ValueLoss
 from dtype_engine.results.metrics import MetricChange
 
@@ -73,6 +74,8 @@ class ScanReport:
     """How many of the model's tensors are in its files. None if no checkpoint was loaded."""
     loader: str = "own"
     """The program whose formats a search takes by default: "transformers" for a checkpoint of transformers, otherwise "own"."""
+    experts: tuple[ExpertTokens, ...] = ()
+    """How many tokens the experts of a mixture got, if they were counted."""
 
     def __repr__(self) -> str:
         names = {weight.name for weight in self.weights}
@@ -112,6 +115,8 @@ class FrontPoint:
 
     bytes: int
     predicted: float
+    active_bytes: int | None = None
+    """The bytes of weights that a token is expected to read, or None if they are unknown."""
 
 
 def at_even_steps(points: Sequence[_Point], most: int) -> list[_Point]:
@@ -165,6 +170,10 @@ class SearchReport:
     """The program that loads an export of every point: "transformers", a runtime such as "vllm", or "own" for this program."""
     output: OutputDrift | None = None
     """The figures of the output under the recipe, or None if it was not measured."""
+    active_bytes: int | None = None
+    """The bytes of weights that a token is expected to read under the recipe, without KV caches, or None if they are unknown."""
+    bandwidth: float | None = None
+    """The bandwidth of the memory in bytes per second, if the user gives one. It gives the least time for `active_bytes`."""
 
     def __repr__(self) -> str:
         measured = "" if self.measured is None else f", measured {self.measured:.4e}"

@@ -23,6 +23,24 @@ class ActivationMemory:
 
 
 @dataclass(frozen=True, slots=True)
+class Decoding:
+    """What a model reads to generate one token of one sequence, and the least time that this takes."""
+
+    active_bytes: int | None
+    """The expected bytes of weights, scales included. None if they are unknown."""
+    what: str
+    """Which weights are read, in words for the user, or why that is unknown."""
+    cache_bytes: int
+    """The bytes of the KV cache after `ServingMemory.context` tokens."""
+    bandwidth: float | None = None
+    """The bandwidth of the memory in bytes per second, if the user gives one."""
+    milliseconds: float | None = None
+    """The least time for `active_bytes`. None if these or the bandwidth are unknown."""
+    milliseconds_with_cache: float | None = None
+    """The least time for `active_bytes` and `cache_bytes`."""
+
+
+@dataclass(frozen=True, slots=True)
 class ServingMemory:
     """The memory that a model takes when it serves `batch` sequences of `context` tokens."""
 
@@ -49,6 +67,8 @@ class ServingMemory:
     """
     longest: int | None = None
     """The maximum length of a sequence in tokens, if the model's configuration names it."""
+    decoding: Decoding | None = None
+    """What a token reads, and how long that takes at least, if it was computed."""
 
     @property
     def total_bytes(self) -> int:

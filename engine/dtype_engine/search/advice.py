@@ -43,7 +43,7 @@ def most_saved(fronts: Mapping[str, ParetoFront], size: int, drift: float) -> tu
     best: tuple[str, int] | None = None
     for name, front in fronts.items():
         at = bisect.bisect_left(front.points, True, key=lambda point: point.predicted <= drift)
-        saved = size - front.points[at].bytes if at < len(front.points) else 0
+        saved = size - front.size_of(front.points[at]) if at < len(front.points) else 0
         if saved >= max(1.0, _WORTH * size) and (best is None or saved > best[1]):
             best = name, saved
     return best
@@ -53,7 +53,7 @@ def far_better(front: ParetoFront, size: int, drift: float) -> int | None:
     """Return the index of the point with the least drift among those of at most `size` bytes, if its predicted drift is at most
     half of `drift`. Otherwise, return None.
     """
-    at = bisect.bisect_right(front.points, size, key=lambda point: point.bytes) - 1
+    at = bisect.bisect_right(front.points, size, key=front.size_of) - 1
     return at if at >= 0 and front.points[at].predicted <= _FAR_LESS * drift else None
 
 
@@ -85,7 +85,7 @@ def format_that_fits(
             front = make_front(tree, {**scores, **added}, constraints)
         except UserError:
             continue
-        if front.points[0].bytes <= budget:
+        if front.size_of(front.points[0]) <= budget:
             return dtype
     return None
 

@@ -1,4 +1,4 @@
-"""Finds the best recipe for a budget by solving a multiple-choice knapsack problem over bytes and predicted drift.
+"""Finds the best recipe for a budget by solving a multiple-choice knapsack problem over size and predicted drift.
 
 An item is a weight, or several weights that must have the same format. Its choices are the dtypes that it may have. The lower
 convex hulls of all items, merged by slope, give the Pareto front: according to the scores, no mix of dtypes is both smaller and
@@ -17,6 +17,7 @@ import itertools
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Literal
 
 from dtype_engine.core import dtypes
 from dtype_engine.core.draft_heads import NOT_RUN, WORDS
@@ -25,6 +26,7 @@ from dtype_engine.core.hints import hint
 from dtype_engine.core.kv_cache import KVCacheTensor
 from dtype_engine.core.kv_formats import SCANNED, names_states_alone
 from dtype_engine.core.text import brief, printable
+from dtype_engine.core.token_reads import most_units, rounded_bytes
 from dtype_engine.core.tree import Tree, ancestors
 from dtype_engine.core.units import human_bytes, plural
 from dtype_engine.recipe import Rule, Selection, explain_no_match, select
@@ -35,6 +37,7 @@ from dtype_engine.results.thresholds import told_apart
 from dtype_engine.search.families import Loadable, stays_wide
 
 _MOST_STATES = 20_000
+SizeKind = Literal["bytes", "active"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,12 +49,18 @@ class Choice:
     score: float
     roundings: tuple[str, ...] = ()
     """The dtype of each of the item's weights, if they have the format `dtype` in different roundings."""
+    active: int = 0
+    """How much of the weights a token is expected to read, as a number of `Tree.read_units`; 0 if that is unknown."""
+
+    def size(self, by: SizeKind) -> int:
+        """Return the bytes, or `active`."""
+        return self.active if by == "active" else self.bytes
 
 
 @dataclass(frozen=True, slots=True)
 class Item:
-    """Weights that must have the same format, in any rounding. `choices` are sorted by bytes; none has fewer bytes and less drift
-    than another.
+    """Weights that must have the same format, in any rounding. `choices` are sorted by size; none is smaller and drifts less than
+    another.
     """
 
     weights: tuple[str, ...]
@@ -84,6 +93,10 @@ class Constraints:
     """The program that is to load the export, a name in `families.FAMILIES`: weights get only dtypes in which it can load them. ""
     is no limit in this module; the session replaces it by the program that loads the model.
     """
+    by: SizeKind = "bytes"
+    """The size that is limited, and traded against drift: "bytes" of the whole model, or "active", the bytes of weights that a
+    token is expected to read.
+    """
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,6 +106,8 @@ class Solution:
     dtypes: Mapping[str, str]
     bytes: int
     score: float
+    active_bytes: int | None = None
+    """The bytes of weights that a token is expected to read, without KV caches, or None if they are unknown."""
 
 
 def make_items(
@@ -147,7 +162,7 @@ def make_items(
             raise UserError(
                 f"no dtype is left for {names}, which must have the same: some are kept, or allowed other dtypes"
             )
-        items.append(Item(group, _undominated(choices.values())))
+        items.append(Item(group, _undominated(choices.values(), constraints.by)))
     states = _state_formats(tree, of_states)
     if constraints.context is not None:
         for tensor in tree.kv_cache.tensors:
@@ -208,11 +223,14 @@ def _choice(
 
     best = {name: min(those, key=lambda dtype: score(name, dtype)) for name, those in of_names.items()}
     parts = [score(*each) for each in best.items()]
-    size = sum(loadable.family.nbytes(loadable.tree.tensors[name], dtype) for name, dtype in best.items())
+    tree, family = loadable.tree, loadable.family
+    sizes = {name: family.nbytes(tree.tensors[name], dtype) for name, dtype in best.items()}
+    active = sum(tree.active_units(tree.tensors[name], nbytes) for name, nbytes in sizes.items())
     first, *others = set(best.values())
     mixed = tuple(best.values()) if others else ()
     dtype = dtypes.unrounded(first) if others else first
-    return Choice(dtype, size, math.fsum(parts) if all(map(math.isfinite, parts)) else math.inf, mixed)
+    total = math.fsum(parts) if all(map(math.isfinite, parts)) else math.inf
+    return Choice(dtype, sum(sizes.values()), total, mixed, active)
 
 
 def _cache_choices(
@@ -238,7 +256,7 @@ def _cache_choices(
     if not choices or not allowed or dtypes.STORED in allowed:
         form = written_in(tensor, written_dtype(tree))
         choices.append(Choice(dtypes.STORED, cache_tensor_bytes(tensor, form, context, batch), 0.0))
-    return _undominated(choices)
+    return _undominated(choices, constraints.by)
 
 
 def written_dtype(tree: Tree) -> str:
@@ -296,11 +314,11 @@ def _groups(tree: Tree, weights: Sequence[str], patterns: Iterable[str], alike: 
     return [tuple(group) for group in groups.values()]
 
 
-def _undominated(choices: Iterable[Choice]) -> tuple[Choice, ...]:
-    """Return the choices that no other beats in both bytes and drift, sorted by bytes. Of equal choices, the widest stays."""
+def _undominated(choices: Iterable[Choice], by: SizeKind) -> tuple[Choice, ...]:
+    """Return the choices that no other beats in both size and drift, sorted by size. Of equal choices, the widest stays."""
     # A dtype that only its file format knows, such as GGUF's q4_k, is the stored one.
     bits = {name: known.bits for name, known in dtypes.BY_NAME.items()}
-    ordered = sorted(choices, key=lambda each: (each.bytes, each.score, -bits.get(each.dtype, math.inf)))
+    ordered = sorted(choices, key=lambda each: (each.size(by), each.score, -bits.get(each.dtype, math.inf)))
     best: list[Choice] = []
     for choice in ordered:
         if not best or choice.score < best[-1].score:
@@ -311,13 +329,19 @@ def _undominated(choices: Iterable[Choice]) -> tuple[Choice, ...]:
 
 @dataclass
 class ParetoFront:
-    """The Pareto front of bytes against predicted drift. From each point to the next, one item gets a larger dtype."""
+    """The Pareto front of size against predicted drift. From each point to the next, one item gets a larger dtype."""
 
     items: Sequence[Item]
     fixed: int = 0
     """Bytes of the tensors whose dtype never changes, such as integers and quantized weights."""
     formats: str = OWN
     """The program that loads an export of every point, a name in `families.FAMILIES`."""
+    by: SizeKind = "bytes"
+    """The size that is traded against drift, as in `Constraints`. Limits and comparisons of sizes are in bytes of this kind."""
+    fixed_active: int = 0
+    """What a token reads of the tensors whose dtype never changes, as a number of `units`."""
+    units: int | None = None
+    """How many units of `Choice.active` make a byte. None if it is unknown what a token reads."""
     points: list[FrontPoint] = field(init=False)
     """For each point, the bytes of the whole model and the predicted drift."""
     _steps: list[tuple[int, int]] = field(init=False)
@@ -334,37 +358,49 @@ class ParetoFront:
     def __post_init__(self) -> None:
         steps: list[tuple[float, int, int]] = []
         for index, item in enumerate(self.items):
-            hull = _hull(item.choices)
+            hull = _hull(item.choices, self.by)
             steps += [
-                (_slope(item.choices[low], item.choices[high]), index, high) for low, high in itertools.pairwise(hull)
+                (_slope(item.choices[low], item.choices[high], self.by), index, high)
+                for low, high in itertools.pairwise(hull)
             ]
         # The slopes of one item fall along its hull, so this order keeps the steps of each item in sequence.
         steps.sort(key=lambda step: -step[0])
         self._steps = [(index, choice) for _, index, choice in steps]
         self._slopes = [slope for slope, _, _ in steps]
         chosen = [0] * len(self.items)
-        size, scores = self._size(chosen), [item.choices[0].score for item in self.items]
-        self.points = [FrontPoint(size, math.fsum(scores))]
+        size, scores = self._size(chosen, "bytes"), [item.choices[0].score for item in self.items]
+        active = self._size(chosen, "active")
+        self.points = [FrontPoint(size, math.fsum(scores), self._active_bytes(active))]
         total = self.points[0].predicted
         for index, choice in self._steps:
             before, after = self.items[index].choices[chosen[index]], self.items[index].choices[choice]
             chosen[index] = choice
             size += after.bytes - before.bytes
+            active += after.active - before.active
             total += after.score - before.score
-            self.points.append(FrontPoint(size, max(0.0, total)))
+            self.points.append(FrontPoint(size, max(0.0, total), self._active_bytes(active)))
+
+    def _active_bytes(self, active: int) -> int | None:
+        return None if self.units is None else rounded_bytes(active, self.units)
+
+    def size_of(self, found: FrontPoint | Solution) -> int:
+        """Return the bytes of a point or a solution, of the kind `by`."""
+        return found.bytes if self.by == "bytes" else found.active_bytes or 0
 
     def solution_at(self, index: int) -> Solution:
         return self.solution(self._chosen(index))
 
     def best_within(self, budget: int) -> Solution | None:
         """Return the solution with the lowest predicted drift in at most `budget` bytes, or None if even the smallest is larger."""
-        index = bisect.bisect_right(self.points, budget, key=lambda point: point.bytes) - 1
+        index = bisect.bisect_right(self.points, budget, key=self.size_of) - 1
         if index < 0:
             return None
         start = self._chosen(index)
         if index < len(self._steps):
-            table = [[(choice.score, float(choice.bytes)) for choice in item.choices] for item in self.items]
-            start = knapsack(table, float(budget - self.fixed), self._slopes[index], start)
+            unit = self._unit
+            table = [[(choice.score, choice.size(self.by) / unit) for choice in item.choices] for item in self.items]
+            limit = budget if self.by == "bytes" else most_units(budget, unit)
+            start = knapsack(table, (limit - self._fixed(self.by)) / unit, self._slopes[index] * unit, start)
         return self.solution(start)
 
     def smallest_reaching(self, most: float) -> Solution | None:
@@ -374,8 +410,9 @@ class ParetoFront:
             return None
         start = self._chosen(index)
         if index > 0 and self._slopes[index - 1] > 0:
-            table = [[(float(choice.bytes), choice.score) for choice in item.choices] for item in self.items]
-            start = knapsack(table, most, 1 / self._slopes[index - 1], start)
+            unit = self._unit
+            table = [[(choice.size(self.by) / unit, choice.score) for choice in item.choices] for item in self.items]
+            start = knapsack(table, most, 1 / (self._slopes[index - 1] * unit), start)
         return self.solution(start)
 
     def solve(self, budget: int | None = None, max_drift: float | None = None) -> Solution:
@@ -390,8 +427,10 @@ class ParetoFront:
         if budget is not None:
             within = self.best_within(budget)
             if within is None:
-                smallest = self.points[0].bytes
-                raise OutOfReach(f"{nothing} fits in {budget:,} bytes: the smallest is {smallest:,} bytes{wider}")
+                smallest, fits = self.size_of(self.points[0]), f"fits in {budget:,} bytes"
+                if self.by == "active":
+                    fits = f"reads at most {budget:,} bytes for a token"
+                raise OutOfReach(f"{nothing} {fits}: the smallest is {smallest:,} bytes{wider}")
             return within
         assert max_drift is not None
         reaching = self.smallest_reaching(max_drift)
@@ -409,16 +448,24 @@ class ParetoFront:
         """
         if budget is None and max_drift is None:
             return tuple(map(self.solution_at, at_even_steps(range(len(self.points)), count)))
-        first, sizes = self.solve(budget, max_drift), [point.bytes for point in self.points]
+        first, sizes = self.solve(budget, max_drift), list(map(self.size_of, self.points))
         if budget is not None:
-            near = [index for index in reversed(range(len(sizes))) if sizes[index] <= first.bytes]
+            near = [index for index in reversed(range(len(sizes))) if sizes[index] <= self.size_of(first)]
         else:
-            near = sorted(range(len(sizes)), key=lambda index: abs(sizes[index] - first.bytes))
+            near = sorted(range(len(sizes)), key=lambda index: abs(sizes[index] - self.size_of(first)))
         others = [solution for solution in map(self.solution_at, near[:count]) if solution.dtypes != first.dtypes]
         return first, *others[: count - 1]
 
-    def _size(self, chosen: Sequence[int]) -> int:
-        return self.fixed + sum(item.choices[choice].bytes for item, choice in zip(self.items, chosen, strict=True))
+    @property
+    def _unit(self) -> int:
+        return 1 if self.by == "bytes" else self.units or 1
+
+    def _fixed(self, by: SizeKind) -> int:
+        return self.fixed if by == "bytes" else self.fixed_active
+
+    def _size(self, chosen: Sequence[int], by: SizeKind) -> int:
+        sizes = (item.choices[choice].size(by) for item, choice in zip(self.items, chosen, strict=True))
+        return self._fixed(by) + sum(sizes)
 
     def _score(self, chosen: Sequence[int]) -> float:
         return math.fsum(item.choices[choice].score for item, choice in zip(self.items, chosen, strict=True))
@@ -435,29 +482,42 @@ class ParetoFront:
         for item, choice in zip(self.items, chosen, strict=True):
             taken = item.choices[choice]
             planned |= zip(item.weights, taken.roundings or [taken.dtype] * len(item.weights), strict=True)
-        return Solution(planned, self._size(chosen), self._score(chosen))
+        active = self._active_bytes(self._size(chosen, "active"))
+        return Solution(planned, self._size(chosen, "bytes"), self._score(chosen), active)
 
 
 def make_front(
     tree: Tree, scores: Mapping[tuple[str, str], float], constraints: Constraints = Constraints()
 ) -> ParetoFront:
-    """Return the Pareto front of a model. The arguments and errors are those of `make_items`."""
+    """Return the Pareto front of a model. The arguments and errors are those of `make_items`; UserError is also raised if the front
+    is to be by what a token reads, and that is unknown.
+    """
+    if constraints.by == "active" and (why := tree.token_reads.none_because) is not None:
+        raise UserError(f"it is unknown which weights a token reads, so that they can't be limited: {why}")
     items = make_items(tree, scores, constraints)
-    changing = sum(tree.tensors[name].nbytes for item in items for name in item.weights if name in tree.tensors)
-    return ParetoFront(items, tree.stored_bytes - changing, constraints.formats or OWN)
+    changing = {name for item in items for name in item.weights if name in tree.tensors}
+    fixed = [tensor for name, tensor in tree.tensors.items() if tensor.counted and name not in changing]
+    return ParetoFront(
+        items,
+        sum(tensor.nbytes for tensor in fixed),
+        constraints.formats or OWN,
+        constraints.by,
+        sum(tree.active_units(tensor, tensor.nbytes) for tensor in fixed),
+        tree.read_units if tree.token_reads.none_because is None else None,
+    )
 
 
-def _slope(low: Choice, high: Choice) -> float:
-    """Return how much an item's predicted drift decreases per additional byte if `low` is replaced by the larger `high`."""
-    return (low.score - high.score) / (high.bytes - low.bytes) if math.isfinite(low.score) else math.inf
+def _slope(low: Choice, high: Choice, by: SizeKind) -> float:
+    """Return how much an item's predicted drift decreases per additional unit of size if the larger `high` replaces `low`."""
+    return (low.score - high.score) / (high.size(by) - low.size(by)) if math.isfinite(low.score) else math.inf
 
 
-def _hull(choices: Sequence[Choice]) -> list[int]:
-    """Return the indices of the choices on the lower convex hull of predicted drift over bytes."""
+def _hull(choices: Sequence[Choice], by: SizeKind) -> list[int]:
+    """Return the indices of the choices on the lower convex hull of predicted drift over size."""
     hull: list[int] = []
     for index in range(len(choices)):
-        while len(hull) >= 2 and _slope(choices[hull[-2]], choices[hull[-1]]) <= _slope(
-            choices[hull[-1]], choices[index]
+        while len(hull) >= 2 and _slope(choices[hull[-2]], choices[hull[-1]], by) <= _slope(
+            choices[hull[-1]], choices[index], by
         ):
             hull.pop()
         hull.append(index)

@@ -34,6 +34,7 @@ from dtype_engine.core.draft_heads import NO_DRAFT, DraftHead
 from dtype_engine.core.errors import UserError
 from dtype_engine.core.kv_cache import KVCache
 from dtype_engine.core.text import EXACT, is_printable, printable, without_controls
+from dtype_engine.core.token_reads import UNKNOWN, TokenReads
 from dtype_engine.core.tree import TensorInfo, Tree
 from dtype_engine.core.typed_data import path_of
 from dtype_engine.service import commands, control, events
@@ -50,6 +51,7 @@ from dtype_engine.service.value_checks import (
     check_losses,
     check_pictures,
     check_rules,
+    check_token_reads,
 )
 
 _A_PART = 400
@@ -82,6 +84,8 @@ class TreePart(Message, frozen=True):
     """The tree's KV cache, only in its first part."""
     draft: DraftHead | None = None
     """The tree's draft head, only in its first part."""
+    token_reads: TokenReads | None = None
+    """What a token reads of the tree's weights, only in its first part."""
 
 
 Request = commands.FromTheApp | Ask | SaveRequest | control.FromTheApp
@@ -143,7 +147,7 @@ class AnswerDecoder:
         self._with_classes = False
         self._modules: list[tuple[str, str | None, str | None]] = []
         self._tensors: list[TensorInfo] = []
-        self._kv_cache, self._draft = KVCache(), NO_DRAFT
+        self._kv_cache, self._draft, self._token_reads = KVCache(), NO_DRAFT, UNKNOWN
         self._bytes = 0
         """Total bytes of the incomplete tree's parts that have arrived."""
         self._shapes: dict[tuple[int, ...], tuple[int, ...]] = {}
@@ -193,6 +197,9 @@ class AnswerDecoder:
         if part.draft is not None:
             check_draft_head(part.draft)
             self._draft = part.draft
+        if part.token_reads is not None:
+            check_token_reads(part.token_reads)
+            self._token_reads = safe(part.token_reads)
         for name, shape, dtype, kind, aliases, packed, why, *others, of_reference in part.tensors:
             rest: Any = (*others, None if of_reference is None else printable(of_reference))
             shape, dtype = self._shapes.setdefault(shape, shape), sys.intern(printable(dtype))
@@ -214,7 +221,7 @@ class AnswerDecoder:
             {name: without_controls(kind) for name, kind, _ in modules if kind is not None} if with_classes else None,
             by_number=not with_classes,
         )
-        tree.kv_cache, tree.draft = self._kv_cache, self._draft
+        tree.kv_cache, tree.draft, tree.token_reads = self._kv_cache, self._draft, self._token_reads
         for name, _, kept in modules:
             if kept is not None and name in tree.modules:
                 tree.modules[name].keep_in_fp32 = without_controls(kept)
@@ -355,10 +362,11 @@ def _tree_parts(tree: Tree) -> Iterator[bytes]:
     )
     kv_cache: KVCache | None = tree.kv_cache
     draft: DraftHead | None = tree.draft
+    reads: TokenReads | None = tree.token_reads
     while True:
         taken = tuple(islice(tensors, _A_PART)), tuple(islice(modules, _A_PART))
-        part = TreePart(tree.has_classes, *taken, kv_cache, draft)
-        kv_cache, draft = None, None
+        part = TreePart(tree.has_classes, *taken, kv_cache, draft, reads)
+        kv_cache, draft, reads = None, None, None
         yield _ENCODER.encode(part)
         if not part.tensors and not part.modules:
             return

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import TYPE_CHECKING
 
 from dtype_engine.core import dtypes
@@ -14,6 +14,7 @@ from dtype_engine.recipe import Rule
 # Importing these would delay the first paint.
 if TYPE_CHECKING:
     from dtype_engine.core.kv_cache import KVCache
+    from dtype_engine.core.token_reads import TokenReads
     from dtype_engine.results.losses import ValueLoss
     from dtype_engine.results.pictures import PicturePair
 
@@ -25,7 +26,7 @@ MOST_NOTICES = 1000
 """Maximum number of notices, which are sentences for the user, in one event."""
 
 
-def check_length(shown: Sequence[object], most: int = _MOST_SHOWN) -> None:
+def check_length(shown: Collection[object], most: int = _MOST_SHOWN) -> None:
     """Raise ValueError if a list has more than `most` entries."""
     if len(shown) > most:
         raise ValueError(f"{len(shown):,} entries in a list of at most {most:,}")
@@ -50,6 +51,16 @@ def check_kv_cache(cache: KVCache) -> None:
         )
         if min(sizes) < 0 or max(sizes) > 1 << 40:
             raise ValueError(f"no KV cache has a tensor like {tensor}")
+
+
+def check_token_reads(reads: TokenReads) -> None:
+    """Raise ValueError if a token would read less than nothing, or more than all, of a part of the model."""
+    if not all(0 <= part.read <= part.of < 1 << 40 and part.of for part in reads.parts):
+        raise ValueError("a token reads from none to all of the bytes of a weight")
+    check_length({part.of for part in reads.parts})
+    if reads.routed is not None and min(reads.routed) < 1:
+        raise ValueError(f"no token is sent to {reads.routed[0]} of {reads.routed[1]} experts")
+    check_length(reads.notes)
 
 
 def check_draft_head(draft: DraftHead) -> None:

@@ -64,7 +64,7 @@ OFFERED = {
     "against": f"{OF_DRIFT} other",
     "scan": f"model formats dtypes draws exact json component architecture base {RUNNING}",
     "search": "model budget keep groups only context batch measure verify formats dtypes draws exact json component architecture "
-    "base acceptance " + RUNNING,
+    "base acceptance bandwidth " + RUNNING,
     "check": "model source values json component architecture base",
 }
 """The parameters of each tool. No parameter may run code, write a file, download, or read a file outside the allowed folders."""

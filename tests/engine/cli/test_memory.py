@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.helpers.mixtures import make_mixture
 from tests.helpers.paths import TINYNET
 
 from dtype_engine.cli import cli
@@ -89,6 +91,22 @@ def test_memory_command_says_why_kv_caches_cannot_be_estimated(capsys: pytest.Ca
     for wrong in (["--kv", "stored"], ["--kv", "what"], ["--context", "0"], ["--budget", "much"]):
         assert run(cli, "dtype-engine", ["memory", *wrong]) == 2
         assert len(capsys.readouterr().err.splitlines()) == 1
+
+
+def test_least_time_of_a_token_is_its_bytes_divided_by_the_bandwidth(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    make_mixture("Mixtral").save_pretrained(tmp_path)
+    common = (str(tmp_path), "--activations", "none", "--context", "100", "--batch", "3")
+    reads = found(capsys, *common, "--bandwidth", "2GB/s")["decoding"]
+    assert reads["cache_bytes"] == 100 * 2 * 2 * 16 * 4  # 2 layers, keys and values of one head with 16 values
+    assert reads["milliseconds"] == pytest.approx(reads["active_bytes"] / 2e6)
+    assert reads["milliseconds_with_cache"] == pytest.approx((reads["active_bytes"] + reads["cache_bytes"]) / 2e6)
+    assert found(capsys, *common)["decoding"]["milliseconds"] is None
+    assert run(cli, "dtype-engine", ["memory", *common, "--bandwidth", "h200"]) == 0
+    assert "decoding at 4.8 TB/s: at least " in capsys.readouterr().out
+    assert run(cli, "dtype-engine", ["memory", *common, "--bandwidth", "quick"]) == 2
+    assert len(capsys.readouterr().err.splitlines()) == 1
 
 
 def test_memory_command_on_headers_does_not_import_torch() -> None:

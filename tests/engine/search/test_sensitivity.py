@@ -89,6 +89,13 @@ def test_typed_search_limits_are_parsed() -> None:
     assert limits.budget == 250
     assert limits.lines.count("budget 25%") == 1
     assert len(limits.lines) == 5
+    active = limits.with_line("active 50%", 1000, 300)
+    assert (active.budget, active.constraints.by) == (150, "active")
+    assert active.lines == (*limits.lines[:-1], "active 50%")
+    again = active.with_line("25%", 1000, 300)
+    assert (again.budget, again.constraints.by, again.lines) == (250, "bytes", limits.lines)
+    with pytest.raises(UserError, match="unknown which weights of this model a token reads"):
+        limits.with_line("active 50%", 1000)
     assert limits.with_line("clear", 1000) == SearchConstraints()
     assert [limits.with_line(line, 1000).budget for line in ("45%", "8MiB", " 600 ")] == [450, 8 << 20, 600]
 

@@ -22,6 +22,7 @@ from dtype_engine.checkpoint.source import locate
 from dtype_engine.core.draft_heads import DraftHead
 from dtype_engine.core.options import RunSettings
 from dtype_engine.core.text import without_controls
+from dtype_engine.core.token_reads import ReadPart, TokenReads
 from dtype_engine.core.tree import TensorInfo, Tree, from_tensors
 from dtype_engine.results.losses import ValueLoss
 from dtype_engine.service import commands, control, events, frames, messages, save_requests
@@ -134,6 +135,7 @@ def assert_same(arrived: Any, sent: Any) -> None:
             assert described(got) == described(value)
             assert got.kv_cache == value.kv_cache
             assert got.draft == value.draft
+            assert got.token_reads == value.token_reads
         else:
             assert repr(_plain(got)) == repr(_plain(value)), name  # nan is not equal to itself
 
@@ -304,8 +306,8 @@ def test_large_tree_is_sent_in_small_parts() -> None:
 HOSTILE = "\x1b]0;owned\x07\u202e\u3164\u1160\ufe0f\nb"
 SAFE = "\\x1b]0;owned\\x07\\u202e\\u3164\\u1160\\ufe0f\nb"
 NAMES = {
-    "ActivationMemory.module", "Contribution.name", "ExponentHistogram.name", "Failed.module", "Finding.tensor",
-    "ImplicitCastStats.module", "InspectTensor.tensor",
+    "ActivationMemory.module", "Contribution.name", "ExpertTokens.module", "ExponentHistogram.name", "Failed.module",
+    "Finding.tensor", "ImplicitCastStats.module", "InspectTensor.tensor",
     "LossRemedy.tensors", "ModuleDrift.name", "NonFiniteDiagnosis.first_module", "NonFiniteDiagnosis.module",
     "NonFiniteDiagnosis.weights", "Rule.pattern", "TensorInfo.aliases", "TensorInfo.name", "TensorInfo.stored_as",
     "ValueLoss.tensor", "WeightError.name", "WeightGain.name", "WeightScore.name",
@@ -519,7 +521,7 @@ def test_oversized_message_and_compression_bomb_are_refused() -> None:
 
 
 def test_endless_tree_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(messages, "_MOST_OF_A_TREE", 1100)
+    monkeypatch.setattr(messages, "_MOST_OF_A_TREE", 1200)
     part = messages.encode_request(messages.TreePart(True, (), (("a" * 300, "Net", None),)))
     decoder, complete = messages.AnswerDecoder(), events.HeadersRead(from_tensors([]))
     for _ in range(3):  # three parts are little enough, and the next tree begins anew
@@ -527,7 +529,7 @@ def test_endless_tree_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
             decoder.decode(data)
     for _ in range(3):
         decoder.decode(part)
-    with pytest.raises(WireError, match="a tree of more than 1,100 bytes"):
+    with pytest.raises(WireError, match="a tree of more than 1,200 bytes"):
         decoder.decode(part)
 
 
@@ -556,6 +558,24 @@ def test_impossible_draft_head_is_refused(draft: DraftHead) -> None:
     part = messages.encode_request(messages.TreePart(True, (), (), None, draft))
     with pytest.raises(WireError):
         decoder.decode(part)
+
+
+@pytest.mark.parametrize(
+    "reads",
+    [
+        TokenReads((ReadPart("a", 3, 2),)),
+        TokenReads((ReadPart("a", -1, 2),)),
+        TokenReads((ReadPart("a", 0, 0),)),
+        TokenReads((ReadPart("a", 1, 1 << 50),)),
+        TokenReads(tuple(ReadPart(f"a{rows}", 1, rows) for rows in range(1, 1000))),
+        TokenReads(routed=(0, 8)),
+        TokenReads(notes=("far too many",) * 1000),
+    ],
+)
+def test_impossible_share_of_a_weight_is_refused(reads: TokenReads) -> None:
+    part = messages.encode_request(messages.TreePart(True, (), (), None, None, reads))
+    with pytest.raises(WireError):
+        messages.AnswerDecoder().decode(part)
 
 
 def test_draft_head_of_one_model_does_not_stay_for_the_next() -> None:

@@ -478,6 +478,16 @@ async def test_limits_typed_for_the_pareto_front_are_respected() -> None:
         await typed("46%")
         await until(pilot, lambda: "best within the budget" in screen(app))
         assert "nothing fits" not in screen(app)
+        await typed("active 45%")
+        assert view.front is not None
+        assert view.front.by == "active"
+        active = app.controller.experiment.tree.active_bytes()
+        assert view.within.active_bytes <= 0.45 * active
+        assert view.view.limits.lines.count("active 45%") == len(view.view.limits.lines) - 2
+        await until(pilot, lambda: "read for a token" in screen(app))
+        await typed("46%")
+        assert view.front.by == "bytes"
+        await until(pilot, lambda: "read for a token" not in screen(app))
         await typed("only float16")
         assert "was not scanned" in notices(app)[-1]
         await until(pilot, lambda: "was not scanned" in screen(app))
@@ -486,7 +496,7 @@ async def test_limits_typed_for_the_pareto_front_are_respected() -> None:
         await until(pilot, lambda: "was not scanned" not in screen(app))
         assert "best within the budget" in screen(app)
         await typed("nonsense")
-        assert "write a size (8MiB, 45%), keep PATTERN" in notices(app)[-1]
+        assert "write a size (8MiB, 45%), active SIZE, keep PATTERN" in notices(app)[-1]
         await pilot.press("escape")
         await typed("clear")
         assert view.view.limits.lines == ()

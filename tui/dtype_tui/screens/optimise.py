@@ -78,6 +78,7 @@ class OptimiseScreen(ModalScreen[None]):
         self._facts_by: Fronts | None = None
         """What `_facts` was computed by."""
         self._measured_caches: dict[Recipe, int] = {}
+        self._active_bytes: dict[Recipe, int] = {}
         self._timer: Timer | None = None
         self._seen = -1
         self._applies = False
@@ -120,19 +121,20 @@ class OptimiseScreen(ModalScreen[None]):
             self.view.limits = before
             self._warn(str(error))
             return False
-        at = self.front.points[self.index].bytes if self.front is not None else None
+        same = self.front is not None and self.front.by == front.by
+        at = front.size_of(self.front.points[self.index]) if self.front is not None and same else None
         moved = self.front is None or limits != before
         self.front, self._applies = front, self._applies and not moved
         constraints = self.view.constraints(self.experiment.tokens, self.experiment.served.batch)
-        now = self._measured_bytes(self.experiment.recipe, self.experiment.plan.planned_bytes)
+        now = self._size_of(self.experiment.recipe, self.experiment.plan.planned_bytes)
         self._fronts = Fronts(self.experiment, self.experiment.plan, front, constraints, limits.budget, now)
-        sizes = [point.bytes for point in front.points]
-        middle = (self.experiment.tree.stored_bytes + self._cache_bytes({})) // 2
+        sizes = list(map(front.size_of, front.points))
+        middle = self._size_of(Recipe(), self.experiment.tree.stored_bytes) // 2
         self.index = max(0, bisect.bisect_right(sizes, at if at is not None else middle) - 1)
         if moved or self.within is not None:
             self.within = front.best_within(limits.budget) if limits.budget is not None else None
             if self.within is not None:
-                self.index = max(0, bisect.bisect_right(sizes, self.within.bytes) - 1)
+                self.index = max(0, bisect.bisect_right(sizes, front.size_of(self.within)) - 1)
         self._draw()
         return True
 
@@ -150,6 +152,15 @@ class OptimiseScreen(ModalScreen[None]):
             caches = make_plan(self.experiment.tree, recipe).caches if self.view.has_caches else {}
             self._measured_caches[recipe] = self._cache_bytes(caches)
         return weights + self._measured_caches[recipe]
+
+    def _size_of(self, recipe: Recipe, weights: int) -> int:
+        """Return the size of a recipe as the front counts it. weights: the planned bytes of the recipe."""
+        if self.front is None or self.front.by == "bytes":
+            return self._measured_bytes(recipe, weights)
+        if recipe not in self._active_bytes:
+            tree = self.experiment.tree
+            self._active_bytes[recipe] = tree.active_bytes(make_plan(tree, recipe).dtypes) or 0
+        return self._active_bytes[recipe]
 
     @property
     def solution(self) -> Solution | None:
@@ -198,8 +209,10 @@ class OptimiseScreen(ModalScreen[None]):
         title.append(f"point {self.index + 1} of {len(self.front.points)}", style="dim")
         if self.within is not None:
             title.append("  best within the budget", style="bold")
-        elif self.view.limits.budget is not None and self.front.points[0].bytes > self.view.limits.budget:
-            title.append(f"  nothing fits: the smallest has {human_bytes(self.front.points[0].bytes)}", style="bold")
+        elif self.view.limits.budget is not None:
+            smallest = self.front.size_of(self.front.points[0])
+            if smallest > self.view.limits.budget:
+                title.append(f"  nothing fits: the smallest has {human_bytes(smallest)}", style="bold")
         title.append(f"  loads in {LOADERS[self.front.formats]}", style="dim")
         if scan := self.view.progress_words:
             title.append(f"  {scan}", style="bold")
@@ -223,9 +236,9 @@ class OptimiseScreen(ModalScreen[None]):
         widget = self.query_one("#front-plot", Static)
         scale, unit = self._unit
         budget = self.view.limits.budget
-        points = [(point.bytes / scale, point.predicted) for point in self.front.points]
+        points = [(self.front.size_of(point) / scale, point.predicted) for point in self.front.points]
         measured = [(size / scale, drift) for size, drift in self._measured()]
-        here = solution.bytes / scale, solution.score
+        here = self.front.size_of(solution) / scale, solution.score
         inside = [point for point in points if self._in_view(point[0], points)]
         axes = axes_around([*inside, *(point for point in measured if self._in_view(point[0], points)), here])
         series = (Series(points, style="dim"), Series(measured, "x", "bold"), Series((here,), "O", ACCENT))
@@ -235,7 +248,8 @@ class OptimiseScreen(ModalScreen[None]):
         if budget is not None:
             marks.append(("| budget", "yellow"))
         length = sum(len(mark) for mark, _ in marks)
-        words = f" across: {unit} planned, up: {self.view.report.unit} "
+        of = "planned" if self.front.by == "bytes" else "read for a token"
+        words = f" across: {unit} {of}, up: {self.view.report.unit} "
         if self.size.width < len(words) + length + 2 * len(marks):
             words = f" {unit}, {self.view.report.unit}"
         gap = "  " if self.size.width >= len(words) + length + 2 * len(marks) else " "
@@ -263,9 +277,7 @@ class OptimiseScreen(ModalScreen[None]):
         distribution = self.view.report is not None and self.view.report.unit != SQUARED
         now = experiment.model.inputs, experiment.settings
         entries = [entry for entry in experiment.measured if (entry.inputs, entry.settings) == now]
-        drifts = [
-            (self._measured_bytes(entry.recipe, entry.planned_bytes), entry.drift(distribution)) for entry in entries
-        ]
+        drifts = [(self._size_of(entry.recipe, entry.planned_bytes), entry.drift(distribution)) for entry in entries]
         return [(size, drift) for size, drift in drifts if drift is not None]
 
     def _point(self) -> Text:
@@ -281,6 +293,8 @@ class OptimiseScreen(ModalScreen[None]):
         else:
             text.append(f"  {100 * size / stored:.1f} % of stored   " if stored else "   ", style="dim")
         text.append(f"predicted {figure(solution.score)}", style="bold")
+        if solution.active_bytes not in (None, size):
+            text.append(f"  a token reads {human_bytes(solution.active_bytes or 0)}", style="dim")
         known = self.point_measurement()
         if known is not None:
             text.append(f"  measured {figure(known.measured)}", style="bold")
@@ -397,7 +411,8 @@ class OptimiseScreen(ModalScreen[None]):
         line = line.strip()
         if line:
             try:
-                limits = self.view.limits.with_line(line, self.experiment.tree.stored_bytes)
+                tree = self.experiment.tree
+                limits = self.view.limits.with_line(line, tree.stored_bytes, tree.active_bytes())
             except UserError as error:
                 self._warn(str(error))
                 return

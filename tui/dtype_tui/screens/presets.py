@@ -100,6 +100,8 @@ class PresetsScreen(ChoiceScreen[Recipe]):
         """Return the lines below the chosen preset: its sentence and its rules."""
         effect = self.effects[self.index] if self.index < len(self.effects) else None
         changes = f" Changes {plural(effect.tensors, 'tensor')}." if effect and effect.recipe else ""
+        if effect is not None and effect.active_bytes not in (None, effect.planned_bytes):
+            changes += f" A token reads {human_bytes(effect.active_bytes or 0)}."
         text = Text()
         for line in textwrap.wrap(preset.sentence + changes, width - 4):
             text.append(f"    {line}\n", style="dim")

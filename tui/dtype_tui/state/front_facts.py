@@ -62,10 +62,10 @@ class Fronts(msgspec.Struct):
             return None
         if self._others is None:
             self._others = other_fronts(self.experiment.tree, self.experiment.scan.scores, self.constraints)
-        return most_saved(self._others, solution.bytes, solution.score)
+        return most_saved(self._others, self.front.size_of(solution), solution.score)
 
     def _format_that_fits(self) -> str | None:
-        if self.budget is None or self.front.points[0].bytes <= self.budget:
+        if self.budget is None or self.front.size_of(self.front.points[0]) <= self.budget:
             return None
         if self._fits is None:
             experiment = self.experiment

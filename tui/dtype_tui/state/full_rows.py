@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from dtype_engine.core.options import RunSettings
 from dtype_engine.core.text import printable
 from dtype_engine.core.units import change_text, human_bytes, plural
+from dtype_engine.recipe.serving_memory import decoding
 from dtype_engine.reports.text_drift import WITHIN_KERNELS, extent_text, floor_text, modules_extent_text
 from dtype_engine.reports.text_groups import group_words
 from dtype_engine.reports.text_memory import budget_words, cache_words, size_words
@@ -107,6 +108,9 @@ def _serving(experiment: Experiment) -> Iterator[tuple[str, str]]:
         if memory.activations is not None:
             yield "activations", f"{human_bytes(memory.activations.nbytes)} estimated, at the peak of a pass"
         yield "together", human_bytes(memory.total_bytes)
+    reads = decoding(experiment.tree, experiment.plan, memory)
+    if reads.active_bytes is not None:
+        yield "active", f"{human_bytes(reads.active_bytes)} read for a token: {reads.what}"
     for line in (*budget_words(memory), *memory.notes):
         yield "serving", printable(line, 500)
 

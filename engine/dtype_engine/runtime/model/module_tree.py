@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from dtype_engine.checkpoint.kv_cache import kv_cache
+from dtype_engine.checkpoint.token_reads import token_reads
 from dtype_engine.core.draft_heads import NO_DRAFT, DraftHead
 from dtype_engine.core.tree import Kind, TensorInfo, Tree, ancestors, numbered_parts
 from dtype_engine.runtime.formats.dequantize import dtype_name
@@ -76,7 +77,9 @@ def tree_of(module: nn.Module, infos: Iterable[TensorInfo] | None = None, draft:
     _mark_kept_in_fp32(module, tree)
     if hasattr(module, "can_generate"):  # a model of transformers
         config: Any = module.config
-        tree.kv_cache = kv_cache(tree, config.to_dict())
+        settings = config.to_dict()
+        tree.kv_cache = kv_cache(tree, settings)
+        tree.token_reads = token_reads(tree, settings)
     return tree
 
 

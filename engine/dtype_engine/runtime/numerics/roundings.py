@@ -23,7 +23,7 @@ import torch
 from dtype_engine.core import dtypes
 from dtype_engine.core.block_formats import Blocks, matrices, scale_grid
 from dtype_engine.core.dtypes import DType
-from dtype_engine.core.roundings import ROUNDINGS, scale_factors
+from dtype_engine.core.roundings import FEWEST_TOKENS, ROUNDINGS, scale_factors
 from dtype_engine.runtime.formats import fp8_blocks, grouped_ints, llama_blocks, mx, nvfp4
 from dtype_engine.runtime.formats.blocks import spread
 from dtype_engine.runtime.formats.code_packing import round_to_float
@@ -31,8 +31,6 @@ from dtype_engine.runtime.formats.row_blocks import finite_amax
 from dtype_engine.runtime.formats.scales import Scales, amax_to_scale
 from dtype_engine.runtime.numerics.quantize import cast_or_quantize
 
-FEWEST_TOKENS = 16
-"""An expert that got fewer tokens keeps the nearest values: so few say little about the tokens that it will get."""
 _DAMPING = 0.01
 _VALUES_AT_ONCE = 1 << 25
 """About how many values of a matrix are rounded at once: with the arithmetic, they take about 1 GB."""

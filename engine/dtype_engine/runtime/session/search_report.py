@@ -43,7 +43,7 @@ def solved(
     try:
         return front.solve(budget, max_drift)
     except OutOfReach as error:
-        asked = replace(constraints or Constraints(), formats=front.formats)
+        asked = replace(constraints or Constraints(), formats=front.formats, by=front.by)
         fits = format_that_fits(tree, scores, asked, budget) if budget is not None else None
         words = f"; weights in {fits} would fit, which were not scanned" if fits is not None else ""
         raise OutOfReach(f"{error}{words}") from None
@@ -83,6 +83,7 @@ def search_report(
         cache_bytes=0 if context is None else solution.bytes - of_weights,
         formats=front.formats,
         output=None if drift is None else drift.output,
+        active_bytes=solution.active_bytes,
     )
 
 

@@ -35,6 +35,7 @@ from dtype_engine.results.attribution import (
 )
 from dtype_engine.results.drift import DriftReport, ImplicitCastStats, ModuleDrift, OutputDrift
 from dtype_engine.results.execution import ExecutionReport
+from dtype_engine.results.expert_tokens import ExpertTokens
 from dtype_engine.results.export import ExportReport, VerifyReport
 from dtype_engine.results.given_logits import GivenLogits
 from dtype_engine.results.inputs import InputsSummary
@@ -52,6 +53,7 @@ from dtype_engine.runtime.inputs.validate import with_labels
 from dtype_engine.runtime.measure.attribution import Attribution, OnCauses, Part, PartDrift
 from dtype_engine.runtime.measure.attribution import OnProgress as OnParts
 from dtype_engine.runtime.measure.execution_check import compare_executions, usual_executions
+from dtype_engine.runtime.measure.expert_tokens import expert_tokens
 from dtype_engine.runtime.measure.generation import OnText, OnTokens, generate, refuse_tokens
 from dtype_engine.runtime.measure.implicit_casts import implicit_casts
 from dtype_engine.runtime.measure.listener import MeasurementListener, OnProgress
@@ -346,8 +348,9 @@ class Session:
     def front(self, constraints: Constraints | None = None) -> ParetoFront:
         """Compute the Pareto front of the model's bytes and the drift that the last scan predicts: the recipes that no other recipe
         beats in both, smallest model first. Raises UserError if there is no scan. `constraints` name the weights that stay as
-        stored, share a dtype, or may have only certain dtypes, and the program that is to load the export. By default, it is
-        transformers for a checkpoint of transformers, otherwise this program.
+        stored, share a dtype, or may have only certain dtypes, the program that is to load the export, and whether the bytes are
+        those of the whole model or those that a token reads. By default, the program is transformers for a checkpoint of
+        transformers, otherwise this program.
 
         >>> _ = session.scan(["bfloat16"], draws=1)
         >>> len(session.front().points) > 1
@@ -931,6 +934,19 @@ class Session:
             return measure_speed(runner, self.need_inputs(), self.plan, on_passes, repeats)
 
     @reading_weights
+    def expert_tokens(
+        self, on_run: Callable[[], object] = ignore, cancelled: IsCancelled = never
+    ) -> tuple[tuple[ExpertTokens, ...], tuple[str, ...]]:
+        """Count the tokens of the inputs that the reference's routers send to each expert. Returns (the counts of each module of
+        experts, notices about modules whose experts can't be told apart); both are empty for a model without experts, which is not
+        run. `on_run` is called after each sequence.
+
+        >>> session.expert_tokens()
+        ((), ())
+        """
+        return expert_tokens(self.model, self.need_inputs(), self._behavior, on_run, cancelled)
+
+    @reading_weights
     def scan(
         self,
         dtypes: Sequence[str] = (),
@@ -991,7 +1007,8 @@ class Session:
 
         Args:
             budget: The maximum size of the whole model, in bytes, as "12GiB", or as "45%" of the stored bytes. The result is the
-                recipe with the lowest predicted drift.
+                recipe with the lowest predicted drift. With `Constraints(by="active")`, it limits the bytes of weights that a token
+                reads.
             max_drift: The maximum predicted drift, in the unit of the scan. The result is the recipe with the fewest bytes.
             constraints: As for `front`. With a context length, the bytes include the KV caches, whose formats are then chosen among
                 those that were scanned.
@@ -1005,7 +1022,8 @@ class Session:
             True
         """
         front = self.front(constraints)
-        most = parse_bytes(budget, self.tree.stored_bytes) if isinstance(budget, str) else budget
+        whole = self.tree.stored_bytes if front.by == "bytes" else self.tree.active_bytes() or 0
+        most = parse_bytes(budget, whole) if isinstance(budget, str) else budget
         solution = solved(front, most, max_drift, self.tree, self.need_scan().scores(), constraints)
         recipe = minimize(self.tree, solution.dtypes)
         plan, context = make_plan(self.tree, recipe), None if constraints is None else constraints.context

@@ -8,12 +8,11 @@ import pytest
 import torch
 
 from dtype_engine.core import dtypes
-from dtype_engine.core.roundings import ROUNDED_FORMATS
+from dtype_engine.core.roundings import FEWEST_TOKENS, ROUNDED_FORMATS
 from dtype_engine.runtime.formats.dequantize import dequantize
 from dtype_engine.runtime.numerics import roundings
 from dtype_engine.runtime.numerics.quantize import cast_or_quantize, values_in
 from dtype_engine.runtime.numerics.roundings import (
-    FEWEST_TOKENS,
     InputStatistics,
     WeightStatistics,
     output_error,

@@ -13,12 +13,11 @@ from dataclasses import dataclass, field
 
 import torch
 
+from dtype_engine.checkpoint.token_reads import CHOSEN
 from dtype_engine.runtime.inputs.preprocessing import text_config
 from dtype_engine.runtime.model.live import LiveModel
 
 _ROUTER = re.compile(r"(^|[._])(gate|router|wg)$")
-_CHOSEN = ("num_experts_per_tok", "num_experts_per_token", "moe_top_k", "moe_topk", "top_k_experts")
-"""Keys in the configurations of models. The value of each is the number of experts per token."""
 _BIASED = ("n_group", "e_score_correction_bias", "use_expert_bias", "moe_router_enable_expert_bias")
 """Keys in the configurations of models for settings, other than the scores, that affect which experts a router chooses."""
 
@@ -40,7 +39,7 @@ class Routing:
         counts = [value for name, value in described.items() if "experts" in name and type(value) is int and value > 1]
         if not counts:
             return None
-        chosen = next((described[name] for name in _CHOSEN if type(described.get(name)) is int), None)
+        chosen = next((described[name] for name in CHOSEN if type(described.get(name)) is int), None)
         return cls(frozenset(counts), None if any(described.get(name) for name in _BIASED) else chosen)
 
 
