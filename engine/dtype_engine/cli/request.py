@@ -19,6 +19,7 @@ from dtype_engine.core.input_args import check_files
 from dtype_engine.core.input_limits import InputLimits
 from dtype_engine.core.opening_progress import OpeningProgress
 from dtype_engine.core.options import FLOAT32, LM_EVAL, Options, RunSettings
+from dtype_engine.core.pipeline_settings import SETTINGS, PipelineSettings
 from dtype_engine.core.text import printable
 from dtype_engine.core.tree import Tree
 from dtype_engine.recipe import Plan, Recipe, Rule, make_plan, require_matches
@@ -166,6 +167,7 @@ def _options(values: Mapping[str, Any], runs: bool) -> Options:
     pass. Raises UserError for a dtype that is unknown or not allowed.
     """
     given = {option.name: values[option.name] for option in dataclasses.fields(Options) if option.name in values}
+    given["pipeline"] = PipelineSettings(**{name: values[name] for name in SETTINGS if name in values})
     if not runs:
         return Options(**({"device": "cpu"} | given))
     if unknown := [text for text in values.get("evals", ()) if not text.startswith(LM_EVAL)]:

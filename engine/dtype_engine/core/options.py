@@ -14,6 +14,7 @@ from dtype_engine.core.dtypes import COMPUTE_DTYPES
 from dtype_engine.core.execution import PLAIN, Execution
 from dtype_engine.core.input_limits import InputLimits
 from dtype_engine.core.number_ranges import Count, Dimension, Processes, SequenceLength, Sequences, Share, Threads
+from dtype_engine.core.pipeline_settings import PipelineSettings
 from dtype_engine.core.typed_data import TypedFields
 
 FLOAT32, STORED = "float32", "stored"
@@ -145,11 +146,13 @@ class InputOptions(TypedFields):
     sequences: Sequences | None = None
     """The maximum number of calibration sequences to run. If None, all are run."""
     images: tuple[Path, ...] = ()
-    """Image files, which the model's own processor converts to inputs."""
+    """Image files, which the model's own processor converts to inputs. A pipeline of diffusers starts from them."""
     audio: tuple[Path, ...] = ()
     """Audio files, which the model's own processor converts to inputs."""
     tensors: Path | None = None
     """A file (.safetensors, .npz or .pt) with every argument of the forward pass by name, in place of all other inputs."""
+    pipeline: PipelineSettings = field(default_factory=PipelineSettings)
+    """How a pipeline of diffusers is called."""
     calibration: tuple[Path, ...] = ()
     """Files of texts, images, audio or tensors to which roundings such as GPTQ are fitted. It should be other text than that on
     which drift is measured. If empty, they are fitted to the inputs on which drift is measured.
