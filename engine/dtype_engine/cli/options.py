@@ -177,6 +177,13 @@ _OPENING = (
         help="If MODEL is a diffusers pipeline: open only this component of it, such as unet or vae.",
     ),
     click.Option(
+        ["--config"],
+        type=_FILE,
+        metavar="FOLDER",
+        help="If MODEL is a single file of a diffusion model, such as sd15.safetensors: a folder in the layout of diffusers with "
+        "its configuration, that of a pipeline or of one model. Weights of a pipeline that the file lacks are read from there.",
+    ),
+    click.Option(
         ["--architecture"],
         metavar="NAME",
         help="The model class of transformers to load the checkpoint into, such as LlamaForCausalLM. By default, config.json "

@@ -109,7 +109,9 @@ class RunRequest(msgspec.Struct, frozen=True):
         from dtype_engine.checkpoint.source import locate, locate_metric
 
         options = self.options
-        source = locate(self.model, options.trust_pickle, options.download, python_only_by, say_share, options.base)
+        source = locate(
+            self.model, options.trust_pickle, options.download, python_only_by, say_share, options.base, options.config
+        )
         say("")
         source.refuse_other_options(options)
         for metric in options.metrics:

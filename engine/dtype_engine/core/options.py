@@ -103,6 +103,11 @@ class ModelOptions(TypedFields):
     """The base model into which a PEFT adapter is merged as it is opened, by its path or name. If None, the adapter's configuration
     names it. "none": the adapter is opened alone.
     """
+    config: Path | None = None
+    """The folder with the configuration of a model that is a single file, such as sd15.safetensors, in the layout of diffusers:
+    that of the pipeline, or of one of its models. Weights of a pipeline that the file lacks are read from there. If None, the
+    configuration is next to the weights.
+    """
     trust_pickle: bool = False
     """Whether to allow unpickling the model's files, which can run any code that they contain."""
     trust_remote_code: bool = False
