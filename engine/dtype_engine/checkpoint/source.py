@@ -178,9 +178,8 @@ def locate(
 
     trust_pickle: whether pickles may run code. python_only_by: None if `model` may name Python code. If it may not, as
     in a file, this is an option such as `--model`, and the error says that this option can name Python code. on_progress: called
-    while something is read from a hub. base: the base model if this is a PEFT adapter, as `ModelOptions.base`. config: the folder with the
-    configuration of a single file of diffusers. Raises UserError,
-    which lists where the model was looked for.
+    while something is read from a hub. base: the base model if this is a PEFT adapter, as `ModelOptions.base`. config: the
+    folder with the configuration of a single file of diffusers. Raises UserError, which lists where the model was looked for.
     """
     if config is not None:
         file = locate(model, trust_pickle, download, python_only_by, on_progress)

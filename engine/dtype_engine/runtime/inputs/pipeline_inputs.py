@@ -129,6 +129,10 @@ def _arguments(pipeline: Any, arguments: Mapping[str, Any], settings: PipelineSe
     call |= {_ARGUMENTS[key][0]: value for key, value in given.items()}
     if settings.steps is not None and "num_inference_steps" not in arguments:
         raise UserError(f"{name} takes no number of steps: leave it out")
+    strength = call.get("strength", arguments["strength"].default) if "strength" in arguments else None
+    if isinstance(strength, (int, float)) and call["num_inference_steps"] * strength < 1:
+        steps = call["num_inference_steps"]
+        raise UserError(f"{steps} steps with a strength of {strength} are less than one step: give more of one of them")
     scale = "true_cfg_scale" if "true_cfg_scale" in arguments else "guidance_scale"
     if settings.negative_prompt is not None and scale in arguments:
         value = call.get(scale, arguments[scale].default)

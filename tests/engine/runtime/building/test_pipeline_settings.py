@@ -203,6 +203,9 @@ def test_pictures_and_settings_that_do_not_apply_are_refused(pipelines: Path, ph
     wan = str(save_pipeline("wan", pipelines))
     with pytest.raises(de.UserError, match="WanPipeline starts from no picture; leave --image out"):
         de.open(wan, options=de.Options(images=(photo,))).need_inputs()
+    sd15 = str(save_pipeline("sd15", pipelines))
+    with pytest.raises(de.UserError, match=r"4 steps with a strength of 0\.2 are less than one step"):
+        de.open(sd15, options=de.Options(images=(photo,), pipeline=PipelineSettings(strength=0.2))).need_inputs()
     settings = PipelineSettings(steps=2, negative_prompt="a dog")
     for model in ("demo", f"{wan}/transformer"):
         with pytest.raises(de.UserError, match="steps, negative-prompt: such settings are for the calls that a whole"):

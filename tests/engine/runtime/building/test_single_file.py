@@ -227,6 +227,12 @@ def test_file_without_a_matching_configuration_is_refused_in_one_line(
     assert error.count("\n") == 1
 
 
+def test_two_single_files_are_not_compared(sd15: tuple[Path, Path], capsys: pytest.CaptureFixture[str]) -> None:
+    path, config = sd15
+    assert run(cli, "dtype-engine", ["drift", str(path), "--against", str(path), "--config", str(config)]) == 2
+    assert "two single files can't be compared" in capsys.readouterr().err
+
+
 def test_configuration_of_other_sizes_is_refused(sd15: tuple[Path, Path], tmp_path: Path) -> None:
     path, config = sd15
     shutil.copytree(config / "unet", tmp_path / "unet")
