@@ -20,6 +20,7 @@ from dtype_engine.core.errors import Cancelled, KernelError, NoForward, PatternE
 from dtype_engine.core.execution import Execution
 from dtype_engine.core.input_limits import InputLimits
 from dtype_engine.core.options import Options, RunSettings
+from dtype_engine.core.pipeline_settings import PipelineSettings
 from dtype_engine.core.version import __version__
 from dtype_engine.recipe import Recipe, Rule
 
@@ -40,6 +41,7 @@ __all__ = [
     "NoForward",
     "Options",
     "PatternError",
+    "PipelineSettings",
     "Recipe",
     "Rule",
     "RunSettings",

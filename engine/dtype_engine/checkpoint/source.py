@@ -42,14 +42,18 @@ _NAMES_BASE = "--base (in Python: Options(base=...)) names its base model"
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """A model that was located: a checkpoint at `path`, or the class or function `attribute` of a Python file or module."""
+    """A model that was located: a checkpoint at `path`, a single file of diffusers there, whose configuration is in another folder,
+    or the class or function `attribute` of a Python file or module.
+    """
 
-    kind: Literal["checkpoint", "python"]
+    kind: Literal["checkpoint", "single file", "python"]
     title: str
     path: Path | None = None
     module: str | None = None
     attribute: str | None = None
     trust_pickle: bool = False
+    config: Path | None = None
+    """The folder with the configuration of a single file, in the layout of diffusers."""
     hub: HubModel | None = field(default=None, compare=False)
     """The model on a hub of which only the headers are at `path`, or None for a model on this machine."""
     asked: str | None = field(default=None, compare=False)
@@ -66,8 +70,9 @@ class Source:
     """The checkpoint that `open` has read, with the state of its JSON files at that time."""
 
     def open(self, absent_shards: bool = False) -> Checkpoint | None:
-        """Return the checkpoint, or None for a Python source. The headers are read again only if a weights file or a JSON file
-        beside it has changed. absent_shards: whether some of the files that the index names may be missing. Raises UserError.
+        """Return the checkpoint, or None for a Python source or a single file, whose tensors have other names in the model. The
+        headers are read again only if a weights file or a JSON file beside it has changed. absent_shards: whether some of the files
+        that the index names may be missing. Raises UserError.
         """
         if self.kind != "checkpoint" or self.path is None:
             return None
@@ -119,6 +124,16 @@ class Source:
         """Return this model or, if it is an adapter, the adapter alone."""
         return dataclasses.replace(self, base=None)
 
+    @property
+    def no_headers(self) -> str:
+        """Why `open` returns None, as words after the title."""
+        return "is opened by --config" if self.kind == "single file" else "is code"
+
+    def need_config(self) -> Path:
+        """Return the folder of the configuration of a single file."""
+        assert self.config is not None
+        return self.config
+
     def peek(self) -> tuple[Tree | None, bool]:
         """Return (a module tree that can be shown at once, whether it is the whole tree). Of a very large checkpoint, it is the
         tree of the first shard. It is None for a Python source or a pickle, which need torch. Raises UserError.
@@ -138,12 +153,12 @@ class Source:
         """
         if options.base not in (None, NO_BASE) and self.base is None and options.reference_model is None:
             raise UserError(f"--base goes with a PEFT adapter, and {self.title} is none")
-        if self.kind == "checkpoint" and options.weights is not None:
+        if self.kind != "python" and options.weights is not None:
             raise UserError(
                 "--weights goes with the code of a model, as in file.py:Name --weights model.pth, and "
                 f"{self.title} is no code; for --against, write functions that load the weights of both models"
             )
-        if self.kind == "python" and options.architecture is not None:
+        if self.kind != "checkpoint" and options.architecture is not None:
             raise UserError(f"--architecture goes with a checkpoint; {self.title} makes its own module")
 
 
@@ -154,6 +169,7 @@ def locate(
     python_only_by: str | None = None,
     on_progress: Progress = ignore,
     base: str | None = None,
+    config: Path | None = None,
 ) -> Source:
     """Find the model that a text names: a folder or file of a checkpoint, `file.py:Name`, `package.module:Name`, a Hugging Face id
     in the local cache (with `download`, also on the hub), or `hf://org/name` on a hub. Of a model on a hub, only the headers are
@@ -162,9 +178,12 @@ def locate(
 
     trust_pickle: whether pickles may run code. python_only_by: None if `model` may name Python code. If it may not, as
     in a file, this is an option such as `--model`, and the error says that this option can name Python code. on_progress: called
-    while something is read from a hub. base: the base model if this is a PEFT adapter, as `ModelOptions.base`. Raises UserError,
-    which lists where the model was looked for.
+    while something is read from a hub. base: the base model if this is a PEFT adapter, as `ModelOptions.base`. config: the
+    folder with the configuration of a single file of diffusers. Raises UserError, which lists where the model was looked for.
     """
+    if config is not None:
+        file = locate(model, trust_pickle, download, python_only_by, on_progress)
+        return _single_file(file, expanded(str(config)))
     if model is None or not model.startswith(_ON_HUB):
         found = _located(model, trust_pickle, download, python_only_by, on_progress)
         return _with_base(dataclasses.replace(found, asked=model), base, download, on_progress)
@@ -173,7 +192,7 @@ def locate(
 
 def locate_by(model: str | None, options: ModelOptions) -> Source:
     """Find the model that a text names, as `locate` does, with the options for opening it. Raises UserError."""
-    return locate(model, options.trust_pickle, options.download, base=options.base)
+    return locate(model, options.trust_pickle, options.download, base=options.base, config=options.config)
 
 
 def _on_hub(model: str, trust_pickle: bool, download: bool, on_progress: Progress) -> Source:
@@ -246,6 +265,20 @@ def _located(
         f"{printable(model, 200)}: no such folder or file, and no Hugging Face model of this name is in the local cache "
         f"({hub_cache()}); --download fetches one"
     )
+
+
+def _single_file(found: Source, config: Path) -> Source:
+    """Return a source as a single file whose configuration is in the folder `config`. Raises UserError."""
+    if found.kind != "checkpoint" or found.path is None or not found.path.is_file():
+        raise UserError(
+            f"--config goes with a single file of a diffusion model, and {found.title} is none: leave it out"
+        )
+    if not any((config / name).is_file() for name in (PIPELINE_INDEX, "config.json")):
+        raise UserError(
+            f"{config} has no configuration: name a folder with the {PIPELINE_INDEX} of a pipeline of diffusers, or with the "
+            "config.json of one of its models"
+        )
+    return dataclasses.replace(found, kind="single file", config=config)
 
 
 def is_python(model: str | None) -> bool:

@@ -67,7 +67,9 @@ def check(
             else:
                 return _unreadable(source.path, error)
         if checkpoint is None:
-            raise UserError(f"{source.title} is code: check reads checkpoints, so name the file of its weights")
+            raise UserError(
+                f"{source.title} {source.no_headers}: check reads checkpoints, so name the file of its weights"
+            )
         other = locate_by(against, request.options) if against is not None else None
         of_source = other.open() if other is not None else None
         if other is not None and of_source is None:

@@ -60,7 +60,7 @@ _WRITE_OR_DOWNLOAD = {
     "save", "save_recipe", "save_pictures", "save_logits", "report", "output", "force", "download", "revision",
 }  # fmt: skip
 _READ_OTHER_FILES = {
-    "recipe", "images", "audio", "calibration", "held_out", "device_map", "against_logits", "reference_logits",
+    "recipe", "config", "images", "audio", "calibration", "held_out", "device_map", "against_logits", "reference_logits",
 }  # fmt: skip
 _OF_THE_MACHINE = {
     "device", "over_memory", "max_memory", "workers", "shard", "random_weights", "limits", "sarif", "least", "most",

@@ -107,7 +107,9 @@ def _activations(
         session = request.open_session(source)
         return lambda context: session.activation_memory(context, batch)
     if checkpoint is None:
-        raise NoForward(f"{source.title} is code, and only files can be estimated; --activations measure runs it")
+        raise NoForward(
+            f"{source.title} {source.no_headers}, and only checkpoints can be estimated; --activations measure runs it"
+        )
     from dtype_engine.runtime.measure.activation_memory import estimator_of
 
     estimator = estimator_of(checkpoint, request.options, dtype)

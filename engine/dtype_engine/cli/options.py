@@ -16,8 +16,9 @@ from dtype_engine.cli.streams import answers_alone
 from dtype_engine.core.errors import UserError
 from dtype_engine.core.foreign_code import foreign_code
 from dtype_engine.core.input_limits import KINDS
-from dtype_engine.core.number_ranges import MOST_TOKENS, SequenceLength, Sequences
+from dtype_engine.core.number_ranges import MOST_TOKENS, Scale, Seed, SequenceLength, Sequences, Steps, Strength
 from dtype_engine.core.options import FLOAT32, STORED, ClassesDim
+from dtype_engine.core.pipeline_settings import SETTINGS, parse_size
 from dtype_engine.recipe.serving_memory import DEFAULT_CONTEXT
 from dtype_engine.results.thresholds import settings_of_limits
 
@@ -111,10 +112,12 @@ def _precision(text: str) -> float:
     return precision
 
 
-def _range_of(kind: Any) -> click.IntRange:
+def _range_of(kind: Any) -> click.IntRange | click.FloatRange:
     """Return the range of a type of `number_ranges`."""
-    limits = get_args(kind)[1]
-    return click.IntRange(limits.ge, limits.le)
+    number, limits = get_args(kind)[:2]
+    if number is int:
+        return click.IntRange(limits.ge, limits.le)
+    return click.FloatRange(limits.ge if limits.gt is None else limits.gt, limits.le, min_open=limits.gt is not None)
 
 
 def _files(names: list[str], words: str) -> click.Option:
@@ -184,6 +187,13 @@ _OPENING = (
         help="If MODEL is a diffusers pipeline: open only this component of it, such as unet or vae.",
     ),
     click.Option(
+        ["--config"],
+        type=_FILE,
+        metavar="FOLDER",
+        help="If MODEL is a single file of a diffusion model, such as sd15.safetensors: a folder in the layout of diffusers with "
+        "its configuration, that of a pipeline or of one model. Weights of a pipeline that the file lacks are read from there.",
+    ),
+    click.Option(
         ["--architecture"],
         metavar="NAME",
         help="The model class of transformers to load the checkpoint into, such as LlamaForCausalLM. By default, config.json "
@@ -207,6 +217,48 @@ REFERENCE = (
         "MODEL in its stored dtypes, as plain torch runs it.",
     ),
 )
+_PIPELINE = (
+    click.Option(
+        ["--steps"],
+        type=_range_of(Steps),
+        metavar="N",
+        help="If MODEL is a diffusers pipeline: the number of denoising steps of each picture.  [default: 4]",
+    ),
+    click.Option(
+        ["--size"],
+        type=parse_size,
+        metavar="WIDTHxHEIGHT",
+        help="The size of each picture of a pipeline, in pixels. By default at most 256x256, or 64x64 for a video.",
+    ),
+    click.Option(
+        ["--guidance"],
+        type=_range_of(Scale),
+        metavar="SCALE",
+        help="The pipeline's guidance_scale, by which the prompt guides it. By default, the pipeline's own.",
+    ),
+    click.Option(
+        ["--true-cfg"],
+        type=_range_of(Scale),
+        metavar="SCALE",
+        help="The pipeline's true_cfg_scale: the guidance by which pipelines such as Flux use a negative prompt.",
+    ),
+    click.Option(["--negative-prompt"], metavar="TEXT", help="What the pictures of a pipeline should not show."),
+    click.Option(
+        ["--strength"],
+        type=_range_of(Strength),
+        metavar="SHARE",
+        help="How much of the picture of --image the pipeline replaces by noise first. By default, the pipeline's own.",
+    ),
+    click.Option(
+        ["--seed"],
+        type=_range_of(Seed),
+        default=0,
+        show_default=True,
+        metavar="N",
+        help="The seed of a pipeline's first picture. Each further one has the next number.",
+    ),
+)
+"""The fields of `PipelineSettings`."""
 _RUNNING = (
     click.Option(
         ["--device"],
@@ -271,7 +323,10 @@ _RUNNING = (
         metavar="N",
         help="Maximum number of sequences to run the model on. By default, all that the texts contain.",
     ),
-    _files(["--image", "images"], "An image file to run the model on (a calibration input); may be repeated."),
+    _files(
+        ["--image", "images"],
+        "An image file to run the model on (a calibration input), or from which a diffusers pipeline starts; may be repeated.",
+    ),
     _files(["--audio"], "An audio file to run the model on (a calibration input); may be repeated."),
     click.Option(
         ["--inputs", "tensors"],
@@ -280,6 +335,7 @@ _RUNNING = (
         help="A .safetensors, .npz or .pt file with the arguments of the forward pass, each a tensor with the argument's name, "
         "such as input_ids. They replace all other inputs.",
     ),
+    *_PIPELINE,
     _files(
         ["--calibration"],
         "A file of texts, an image, audio or tensors to which roundings such as GPTQ are fitted; may be repeated. Without it, they "
@@ -351,7 +407,7 @@ _RUNNING = (
 )
 
 _INPUTS = (
-    "device", "prompts", "texts", "chat", "sequence_length", "sequences", "images", "audio", "tensors", "calibration",
+    "device", "prompts", "texts", "chat", "sequence_length", "sequences", "images", "audio", "tensors", "calibration", *SETTINGS,
 )  # fmt: skip
 INPUTS = tuple(option for option in _RUNNING if option.name in _INPUTS)
 """The options for the inputs of a command that runs the model only if it is asked to."""

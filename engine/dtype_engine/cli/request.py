@@ -19,6 +19,7 @@ from dtype_engine.core.input_args import check_files
 from dtype_engine.core.input_limits import InputLimits
 from dtype_engine.core.opening_progress import OpeningProgress
 from dtype_engine.core.options import FLOAT32, LM_EVAL, QUERIES, Options, RunSettings, evaluation
+from dtype_engine.core.pipeline_settings import SETTINGS, PipelineSettings
 from dtype_engine.core.text import printable
 from dtype_engine.core.tree import Tree
 from dtype_engine.recipe import Plan, Recipe, Rule, make_plan, require_matches
@@ -108,7 +109,9 @@ class RunRequest(msgspec.Struct, frozen=True):
         from dtype_engine.checkpoint.source import locate, locate_metric
 
         options = self.options
-        source = locate(self.model, options.trust_pickle, options.download, python_only_by, say_share, options.base)
+        source = locate(
+            self.model, options.trust_pickle, options.download, python_only_by, say_share, options.base, options.config
+        )
         say("")
         source.refuse_other_options(options)
         for metric in options.metrics:
@@ -166,6 +169,7 @@ def _options(values: Mapping[str, Any], runs: bool) -> Options:
     pass. Raises UserError for a dtype that is unknown or not allowed.
     """
     given = {option.name: values[option.name] for option in dataclasses.fields(Options) if option.name in values}
+    given["pipeline"] = PipelineSettings(**{name: values[name] for name in SETTINGS if name in values})
     if not runs:
         return Options(**({"device": "cpu"} | given))
     if unknown := [text for text in values.get("evals", ()) if evaluation(text) is None]:

@@ -84,7 +84,7 @@ def weights(request: RunRequest, against: str | None, save: Path | None, with_ga
     from dtype_engine.runtime.measure.weight_errors import round_trips, skipped
 
     session = _uncast(request, source) if with_gains else None
-    if session is not None or source.kind == "python":
+    if session is not None or source.kind != "checkpoint":
         from dtype_engine.runtime.building.load import load
 
         live = session.model if session is not None else load(source, request.options)

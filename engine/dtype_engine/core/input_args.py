@@ -10,6 +10,7 @@ from pathlib import Path
 from dtype_engine.core.errors import UserError
 from dtype_engine.core.execution import PLAIN
 from dtype_engine.core.options import FLOAT32, InputOptions, Options
+from dtype_engine.core.pipeline_settings import parse_settings
 from dtype_engine.core.regular_files import open_regular, read_text, reading
 from dtype_engine.core.text import printable
 from dtype_engine.core.user_folders import expanded
@@ -64,7 +65,8 @@ def check_logits(options: Options) -> None:
 
 
 def parse_inputs_line(options: Options, line: str) -> Options:
-    """Return the options with the inputs that a line names: a prompt, or paths of text, image, audio or tensor files.
+    """Return the options with the inputs that a line names: a prompt, paths of text, image, audio or tensor files, or settings of a
+    pipeline, such as `steps=20 size=512x384`.
 
     Text replaces text, images replace images, and a tensor file replaces all inputs. An empty line restores the defaults. The files
     of `calibration` and `held_out` stay. Raises UserError for a file that can't be read.
@@ -73,6 +75,8 @@ def parse_inputs_line(options: Options, line: str) -> Options:
     if not text:
         kept = InputOptions(limits=options.limits, calibration=options.calibration, held_out=options.held_out)
         return dataclasses.replace(options, **vars(kept))
+    if (settings := parse_settings(text, options.pipeline)) is not None:
+        return dataclasses.replace(options, pipeline=settings)
     paths = _paths(text)
     prompt = dataclasses.replace(options, prompts=(text,), texts=(), tensors=None)
     changed = prompt if paths is None else with_files(options, paths)
@@ -106,7 +110,7 @@ def data_options(options: Options) -> Options:
     """Return the options with the files of `options.data` as the only inputs, or unchanged if `options.data` is empty."""
     if not options.data:
         return options
-    without = dataclasses.replace(parse_inputs_line(options, ""), data=(), chat=options.chat)
+    without = dataclasses.replace(parse_inputs_line(options, ""), data=(), chat=options.chat, pipeline=options.pipeline)
     return with_files(without, options.data)
 
 
@@ -123,6 +127,7 @@ def other_inputs(options: Options, files: Sequence[Path]) -> Options:
         chat=options.chat,
         sequence_length=options.sequence_length,
         sequences=options.sequences,
+        pipeline=options.pipeline,
     )
     return with_files(without, files)
 

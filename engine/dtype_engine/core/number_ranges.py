@@ -24,3 +24,12 @@ Dimensions = Annotated[int, msgspec.Meta(ge=0, le=64)]
 """A number of dimensions of a tensor. torch's limit is 64."""
 Dimension = Annotated[int, msgspec.Meta(ge=-64, le=63)]
 """The index of a dimension of a tensor, from the end if it is negative."""
+Steps = Annotated[int, msgspec.Meta(ge=1, le=1_000)]
+"""A number of denoising steps."""
+PictureSide = Annotated[int, msgspec.Meta(ge=8, le=8_192)]
+"""The width or height of a picture that a model makes, in pixels."""
+Scale = Annotated[float, msgspec.Meta(ge=0, le=1_000)]
+"""A factor of guidance by a prompt."""
+Strength = Annotated[float, msgspec.Meta(gt=0, le=1)]
+Seed = Annotated[int, msgspec.Meta(ge=0, le=(1 << 32) - 1)]
+"""The seed of random numbers."""

@@ -14,6 +14,7 @@ from dtype_engine.core.dtypes import COMPUTE_DTYPES
 from dtype_engine.core.execution import PLAIN, Execution
 from dtype_engine.core.input_limits import InputLimits
 from dtype_engine.core.number_ranges import Count, Dimension, Processes, SequenceLength, Sequences, Share, Threads
+from dtype_engine.core.pipeline_settings import PipelineSettings
 from dtype_engine.core.typed_data import TypedFields
 
 FLOAT32, STORED = "float32", "stored"
@@ -112,6 +113,11 @@ class ModelOptions(TypedFields):
     """The base model into which a PEFT adapter is merged as it is opened, by its path or name. If None, the adapter's configuration
     names it. "none": the adapter is opened alone.
     """
+    config: Path | None = None
+    """The folder with the configuration of a model that is a single file, such as sd15.safetensors, in the layout of diffusers:
+    that of the pipeline, or of one of its models. Weights of a pipeline that the file lacks are read from there. If None, the
+    configuration is next to the weights.
+    """
     trust_pickle: bool = False
     """Whether to allow unpickling the model's files, which can run any code that they contain."""
     trust_remote_code: bool = False
@@ -155,11 +161,13 @@ class InputOptions(TypedFields):
     sequences: Sequences | None = None
     """The maximum number of calibration sequences to run. If None, all are run."""
     images: tuple[Path, ...] = ()
-    """Image files, which the model's own processor converts to inputs."""
+    """Image files, which the model's own processor converts to inputs. A pipeline of diffusers starts from them."""
     audio: tuple[Path, ...] = ()
     """Audio files, which the model's own processor converts to inputs."""
     tensors: Path | None = None
     """A file (.safetensors, .npz or .pt) with every argument of the forward pass by name, in place of all other inputs."""
+    pipeline: PipelineSettings = field(default_factory=PipelineSettings)
+    """How a pipeline of diffusers is called."""
     calibration: tuple[Path, ...] = ()
     """Files of texts, images, audio or tensors to which roundings such as GPTQ are fitted. It should be other text than that on
     which drift is measured. If empty, they are fitted to the inputs on which drift is measured.

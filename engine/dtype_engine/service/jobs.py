@@ -239,7 +239,7 @@ def _check_files(work: Work[None], _: None) -> dtype_engine.results.check.CheckR
 
     model = work.model
     if model.checkpoint is None:
-        raise UserError(f"{model.source.title} is code: a check reads the files of a checkpoint")
+        raise UserError(f"{model.source.title} {model.source.no_headers}: a check reads the files of a checkpoint")
 
     def on_progress(what: str, done: int, total: int) -> None:
         if work.token():

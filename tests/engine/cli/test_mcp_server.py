@@ -51,7 +51,7 @@ def text_of(result: Any) -> str:
 
 RUNNING = (
     "prompts texts sequence_length sequences compute autocast float_inputs quantize_activations classes_dim execution "
-    "reference_execution"
+    "reference_execution steps size guidance true_cfg negative_prompt strength seed"
 )
 OF_DRIFT = (
     "model casts generate causes suggest positions runtime max_kl min_sqnr min_top1 json component architecture base precision "

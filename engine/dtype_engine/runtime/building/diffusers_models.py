@@ -31,10 +31,20 @@ def make_diffusers(checkpoint: Checkpoint, title: str) -> tuple[nn.Module, Mappi
     Raises NoForward if diffusers is not installed, lacks the class or can't construct it, and Misfit if the checkpoint's tensors
     are not the module's. Shapes are not compared (see `shapes.py`).
     """
-    config = checkpoint.config or {}
+    module = construct(checkpoint, checkpoint.config or {}, str(checkpoint.path / "config.json"), title)
+    renamed, own = renamed_on_load(module, checkpoint.weights), module.state_dict()
+    names = {name: renamed.get(name, name) for name in checkpoint.weights}
+    placements = {stored: Placement(name, False) for stored, name in names.items() if name in own}
+    refuse_misfit(module, checkpoint, placements, checkpoint.path)
+    return module, placements
+
+
+def construct(checkpoint: Checkpoint, config: Mapping[str, Any], where: str, title: str) -> Any:
+    """Construct the diffusers model of a configuration with parameters on the meta device, if the tensors of a checkpoint can be
+    its own. where: the file of the configuration. Raises NoForward.
+    """
     name = str(config.get("_class_name"))
     diffusers = import_diffusers(title)
-    where = str(checkpoint.path / "config.json")
     refuse_impossible(config, checkpoint, where)
     weights = checkpoint.weights.values()
     largest = max((math.prod(each.shape) for each in weights), default=0)
@@ -53,12 +63,7 @@ def make_diffusers(checkpoint: Checkpoint, title: str) -> tuple[nn.Module, Mappi
         quiet(),
         parameters_without_data(),
     ):
-        module = model_class.from_config(dict(config))
-    renamed, own = renamed_on_load(module, checkpoint.weights), module.state_dict()
-    names = {name: renamed.get(name, name) for name in checkpoint.weights}
-    placements = {stored: Placement(name, False) for stored, name in names.items() if name in own}
-    refuse_misfit(module, checkpoint, placements, checkpoint.path)
-    return module, placements
+        return model_class.from_config(dict(config))
 
 
 def import_diffusers(title: str) -> Any:

@@ -17,6 +17,7 @@ from dtype_engine.checkpoint.plausible import refuse_large_tables
 from dtype_engine.checkpoint.weight_files import PIPELINE_INDEX, read_json, refuse_links_out, resolve_inside
 from dtype_engine.core.errors import NoForward, UserError
 from dtype_engine.core.foreign_code import failures_as
+from dtype_engine.core.hints import hint
 from dtype_engine.core.text import printable
 from dtype_engine.runtime.building.architecture import reason
 from dtype_engine.runtime.building.diffusers_models import import_diffusers, sampling_rate
@@ -36,6 +37,7 @@ _NO_LENGTH = 1e29
 class PipelineModule(nn.Module):
     """Runs a pipeline. `forward(seed, **call)` returns its pictures or its video as a tensor with values from 0 to 1, or its
     sounds as waves, [batch, channels, samples] or [batch, samples]. `call` holds the pipeline's arguments, such as `prompt`.
+    `image`, uint8 [height, width, 3], is the picture that it starts from, which the pipeline gets as an image of Pillow.
     Afterwards, `forward` restores all tensors that the pipeline has converted, as SDXL's does with a VAE in float16
     (`force_upcast`).
     """
@@ -55,12 +57,28 @@ class PipelineModule(nn.Module):
             rates = (sampling_rate(pipeline.components.get(name)) for name in ("vocoder", "vae", "unet"))
             self.picture_range, self.sound_rate = None, next((rate for rate in rates if rate), None)
 
-    def forward(self, seed: torch.Tensor, **call: Any) -> torch.Tensor:
+    def pipeline_for(self, pictures: bool) -> Any:
+        """Return the pipeline that runs. pictures: whether it starts from a picture. For a pipeline that takes none, this is then
+        the one for image-to-image that diffusers makes of the same models. Raises UserError if it makes none.
+        """
+        own = self.__dict__["pipeline"]
+        if not pictures or "image" in inspect.signature(own.__call__).parameters:
+            return own
+        if "from_pictures" not in self.__dict__:
+            self.__dict__["from_pictures"] = _from_pictures(own)
+        return self.__dict__["from_pictures"]
+
+    def forward(self, seed: torch.Tensor, image: torch.Tensor | None = None, **call: Any) -> torch.Tensor:
+        pipeline = self.pipeline_for(image is not None)
+        if image is not None:
+            from PIL import Image
+
+            call["image"] = Image.fromarray(image.cpu().numpy(), "RGB")
         held = [(tensor, tensor.data) for tensor in (*self.parameters(), *self.buffers())]
         generator = torch.Generator().manual_seed(int(seed))
         try:
             with quiet():  # schedulers divide by numbers of their configuration, and numpy warns
-                output = self.__dict__["pipeline"](**call, generator=generator, output_type="pt")
+                output = pipeline(**call, generator=generator, output_type="pt")
         finally:
             for tensor, data in held:
                 tensor.data = data
@@ -69,6 +87,18 @@ class PipelineModule(nn.Module):
             return picture
         values = torch.as_tensor(picture)
         return values.movedim(-1, -3) if values.ndim > 3 else values  # NumPy pictures have their channels last
+
+
+def _from_pictures(pipeline: Any) -> Any:
+    """Return the pipeline that starts from a picture and has the models of `pipeline`. Raises UserError if diffusers has none."""
+    diffusers = import_diffusers(name := type(pipeline).__name__)
+    with quiet(), no_stderr(), failures_as(UserError, f"diffusers can't let {name} start from a picture"):
+        try:
+            made = diffusers.AutoPipelineForImage2Image.from_pipe(pipeline)
+        except ValueError:
+            raise UserError(f"{name} starts from no picture; {hint('no-picture')}") from None
+    made.set_progress_bar_config(disable=True)
+    return made
 
 
 def _makes_sounds(pipeline_class: type) -> bool:

@@ -31,10 +31,16 @@ from dtype_engine.runtime.building.diffusers_models import (
     run_decoder,
     with_placeholders,
 )
-from dtype_engine.runtime.building.diffusers_pipeline import conversions, is_inside_sound_pipeline, make_pipeline
+from dtype_engine.runtime.building.diffusers_pipeline import (
+    PipelineModule,
+    conversions,
+    is_inside_sound_pipeline,
+    make_pipeline,
+)
 from dtype_engine.runtime.building.filling import Loaded, load_into, loading_dtype
 from dtype_engine.runtime.building.python_source import load_python
 from dtype_engine.runtime.building.shapes import refuse_misshapen
+from dtype_engine.runtime.building.single_file import load_single_file
 from dtype_engine.runtime.building.transformers_models import load_transformers
 from dtype_engine.runtime.device import has_streams, pick_device
 from dtype_engine.runtime.formats.dequantize import torch_dtype
@@ -58,6 +64,8 @@ def load(source: Source, options: ModelOptions, on_step: OnStep = lambda step: N
     device = pick_device(options.device)
     if source.kind == "python":
         return load_python(source, options, device, on_step)
+    if source.kind == "single file":
+        return _load_single_file(source, options, device, on_step)
     if options.weights is not None:
         raise UserError("--weights goes with the code of a model, as in file.py:Name --weights model.pth")
     checkpoint = source.open()
@@ -75,6 +83,31 @@ def load(source: Source, options: ModelOptions, on_step: OnStep = lambda step: N
                 whole, source.title, device, example_inputs=getattr(code, "example_inputs", None), places=places
             )
     return _from_checkpoint(checkpoint, source, options, device, on_step, memory)
+
+
+def _load_single_file(source: Source, options: ModelOptions, device: torch.device, on_step: OnStep) -> LiveModel:
+    """Load a model or pipeline of diffusers from a single file. What its configuration names and the file lacks is read from the
+    folder of the configuration.
+    """
+
+    def in_folder(folder: Path) -> Loaded:
+        return load_module(open_checkpoint(folder), folder.name, options, on_step)
+
+    loaded, checkpoint = load_single_file(source, options, on_step, in_folder)
+    if not isinstance(loaded.module, PipelineModule):
+        run_decoder(loaded.module, is_inside_sound_pipeline(source.need_config()))
+    require_fit(loaded.module, source.title, device, options)
+    return LiveModel.wrap(
+        loaded.module,
+        source.title,
+        device,
+        files=checkpoint.files,
+        folder=source.config,
+        notices=loaded.notices,
+        coverage=loaded.coverage,
+        identities=checkpoint.identities,
+        places=places_of(loaded.module, device, options),
+    )
 
 
 def _budget(checkpoint: Checkpoint, device: torch.device, options: ModelOptions) -> MemoryBudget:
@@ -99,6 +132,10 @@ _NO_ARCHITECTURE = {
     "checkpoint that it was made from to run it",
     "adapter": "an adapter alone is no model",
 }
+
+
+_OF_SINGLE_FILES = ("model.diffusion_model.", "double_blocks.", "first_stage_model.")
+"""How names begin in single files of diffusion models."""
 
 
 def _from_checkpoint(
@@ -185,6 +222,11 @@ def _why_not_loaded(checkpoint: Checkpoint, memory: MemoryBudget) -> str:
         )
     if checkpoint.form == "diffusers":
         return ""
+    if checkpoint.config is None and any(name.startswith(_OF_SINGLE_FILES) for name in checkpoint.weights):
+        return (
+            ": it is a single file of a diffusion model. Name the folder of its configuration with --config, or in Options.config; "
+            "planning works"
+        )
     if checkpoint.form in _NO_ARCHITECTURE and (checkpoint.form != "gguf" or checkpoint.config is None):
         more = f": {checkpoint.alone}" if checkpoint.alone else ""
         return f": {_NO_ARCHITECTURE[checkpoint.form]}{more}; planning works"

@@ -17,12 +17,15 @@ def refuse_scales(layout: Layout, items: Sequence[ExportTensor]) -> None:
     """Raise UserError if a weight in an export for diffusers or PEFT would be stored with scales, which they can't load."""
     if layout.kind == "model":
         return
-    loader = "PEFT" if layout.kind == "adapter" else "diffusers"
+    loader, but = "PEFT", ""
+    if layout.kind != "adapter":
+        loader = "diffusers"
+        but = " but those of its quantizers (torchao, quanto, bitsandbytes), which export does not write"
     for item in items:
         if item.has_scales and item.dtype != item.stored:
             raise UserError(
-                f"{loader}, which loads this, has no format for weights in {item.dtype} with scales, and {printable(item.name)} "
-                f"would be one; cast to one of {', '.join(dtypes.COMPUTE_DTYPES)}, or leave it as stored"
+                f"{loader}, which loads this, has no format for weights in {item.dtype} with scales{but}, and "
+                f"{printable(item.name)} would be one; cast to one of {', '.join(dtypes.COMPUTE_DTYPES)}, or leave it as stored"
             )
 
 

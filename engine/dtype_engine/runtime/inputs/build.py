@@ -11,7 +11,7 @@ from dtype_engine.core.options import InputOptions, Options
 from dtype_engine.runtime.building.diffusers_pipeline import PipelineModule
 from dtype_engine.runtime.inputs.audio import sound_argument, sound_inputs
 from dtype_engine.runtime.inputs.batch import Batch, Inputs, from_values
-from dtype_engine.runtime.inputs.diffusers_inputs import diffusers_inputs, is_diffusers_module, pipeline_inputs
+from dtype_engine.runtime.inputs.diffusers_inputs import diffusers_inputs, is_diffusers_module
 from dtype_engine.runtime.inputs.images import picture_inputs
 from dtype_engine.runtime.inputs.limited import PartFails
 from dtype_engine.runtime.inputs.multimodal import (
@@ -21,6 +21,7 @@ from dtype_engine.runtime.inputs.multimodal import (
     processor_template,
     text_rows,
 )
+from dtype_engine.runtime.inputs.pipeline_inputs import pipeline_inputs
 from dtype_engine.runtime.inputs.preprocessing import parameters
 from dtype_engine.runtime.inputs.processor_limits import check_processor_files
 from dtype_engine.runtime.inputs.tensor_files import tensor_inputs
@@ -31,6 +32,12 @@ from dtype_engine.runtime.model.live import LiveModel
 
 def make_inputs(model: LiveModel, options: Options) -> Inputs:
     """Return the user's inputs, or create some. Raises NoForward if none can be created, UserError if the user's do not fit."""
+    settings = options.pipeline.given()
+    if settings and (options.tensors is not None or not isinstance(model.module, PipelineModule)):
+        names = ", ".join(settings).replace("_", "-")
+        raise UserError(
+            f"{names}: such settings are for the calls that a whole pipeline of diffusers makes: leave them out"
+        )
     if options.tensors is not None:
         return tensor_inputs(model, options.tensors, options.limits, labelled=bool(options.metrics))
     given = options.prompts or options.texts or options.images or options.audio

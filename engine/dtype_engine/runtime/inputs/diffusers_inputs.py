@@ -1,8 +1,7 @@
-"""Creates inputs for models of diffusers, in the shapes that the configuration specifies, and prompts for pipelines."""
+"""Creates inputs for models of diffusers, in the shapes that the configuration specifies."""
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -16,7 +15,6 @@ from dtype_engine.core.hints import hint
 from dtype_engine.core.options import InputOptions
 from dtype_engine.core.units import plural
 from dtype_engine.runtime.inputs.batch import Batch, Inputs
-from dtype_engine.runtime.inputs.text import prompt_texts
 from dtype_engine.runtime.model.live import LiveModel
 from dtype_engine.runtime.numerics.compare.pictures import picture_range
 
@@ -29,15 +27,6 @@ _MOST_PATCHES = 128
 """The largest height and width of latents, in patches, as for pictures of 2,048 x 2,048 pixels."""
 _TIME_IDS = 6
 """How many numbers SDXL takes that describe the sizes and the position of the picture."""
-_PICTURE = 256
-"""The largest height and width, in pixels, of the pictures that a pipeline is asked for."""
-_PICTURE_LATENTS = 32
-"""The largest height and width of the latents of such a picture: those of 256 pixels with the usual 8 pixels for each."""
-_VIDEO = 64
-"""The largest height and width, in pixels, of the video frames that a pipeline is asked for."""
-_PIPELINE_STEPS = 4
-_FRAMES = 9
-_PROMPT = "a photograph of a cat"
 
 
 def is_diffusers_module(module: nn.Module) -> bool:
@@ -213,52 +202,3 @@ _MAKERS: dict[str, Callable[[Any, _Draw, torch.Tensor], dict[str, Any]]] = {
     "PixArt": _pixart,
 }
 """By the beginning of the name of the model's class: the function that makes the arguments of one call of the model."""
-
-
-def pipeline_inputs(model: LiveModel, options: InputOptions, steps: int | None = None) -> Inputs:
-    """Return inputs with one call of a diffusers pipeline for each prompt. Raises NoForward for a pipeline that needs more than a
-    prompt, and UserError if the user provided pictures or audio. steps: how many denoising steps each call makes, by default 4.
-    """
-    makes = f"{model.title} makes {'pictures' if picture_range(model.module) else 'sounds'} of prompts"
-    if options.images:
-        raise UserError(f"{makes}; {hint('no-picture')}")
-    if options.audio:
-        raise UserError(f"{makes}; {hint('no-sound')}")
-    pipeline = model.module.__dict__["pipeline"]
-    arguments = inspect.signature(pipeline.__call__).parameters
-    steps = steps or _PIPELINE_STEPS
-    call: dict[str, Any] = {"num_inference_steps": steps}
-    size = min(_VIDEO if "num_frames" in arguments else _PICTURE, _default_size(pipeline))
-    call |= {name: size for name in ("height", "width") if name in arguments}
-    call |= {"use_resolution_binning": False} if "use_resolution_binning" in arguments else {}  # keeps the size
-    call |= {"num_frames": _FRAMES} if "num_frames" in arguments else {}
-    texts, given = prompt_texts(options, (_PROMPT,))
-    calls: list[dict[str, Any]]
-    if "prompt" in arguments:
-        calls = [{"prompt": text} for text in texts[: options.sequences]]
-        what = plural(len(calls), "prompt" if given else "default prompt")
-    elif "class_labels" in arguments and not given:
-        calls = [{"class_labels": [label]} for label in range(1, 1 + (options.sequences or 1))]
-        what = plural(len(calls), "class label")
-    elif not given and all(argument.default is not argument.empty for argument in arguments.values()):
-        calls = [{}] * (options.sequences or 1)
-        what = plural(len(calls), "unconditional call")
-    else:
-        raise NoForward(f"{model.title}: no forward pass: nothing says what to run a {type(pipeline).__name__} on")
-    batches = tuple(
-        Batch(kwargs={"seed": torch.tensor(number), **each, **call}, text=str(next(iter(each.values()), "")) or None)
-        for number, each in enumerate(calls)
-    )
-    how = f"{steps} steps" + (f", {size} x {size} pixels" if "height" in arguments else "")
-    return Inputs(batches, f"{what}, {how}", made_of=(f"{what} with the seeds 0, 1, ...; {how}",))
-
-
-def _default_size(pipeline: Any) -> int:
-    """Return the default height and width, in pixels, of the pictures that a pipeline makes, but at most `_PICTURE` and
-    `_PICTURE_LATENTS`.
-    """
-    part = getattr(pipeline, "unet", None) or getattr(pipeline, "transformer", None)
-    size = part.config.get("sample_size") if part is not None else None
-    scale = getattr(pipeline, "vae_scale_factor", None) or 8
-    most = min(_PICTURE, _PICTURE_LATENTS * int(scale))
-    return min(most, int(size) * int(scale)) if isinstance(size, int) else most

@@ -16,11 +16,12 @@ from dtype_engine.core.cancellation import IsCancelled, never
 from dtype_engine.core.errors import NoForward, UserError
 from dtype_engine.core.foreign_code import failures_as
 from dtype_engine.core.options import InputOptions, ModelOptions, Options, RunSettings
+from dtype_engine.core.pipeline_settings import PipelineSettings
 from dtype_engine.core.units import plural
 from dtype_engine.runtime.building.diffusers_models import run_decoder
 from dtype_engine.runtime.building.load import build_on_meta, load
 from dtype_engine.runtime.inputs import Batch, Inputs, make_inputs, one_of_each_shape
-from dtype_engine.runtime.inputs.diffusers_inputs import pipeline_inputs
+from dtype_engine.runtime.inputs.pipeline_inputs import pipeline_inputs
 from dtype_engine.runtime.libraries.silence_libraries import quiet
 from dtype_engine.runtime.model.containers import copied, with_tensors
 from dtype_engine.runtime.model.live import LiveModel
@@ -38,6 +39,7 @@ def inputs_of(model: LiveModel, options: Options) -> Inputs:
     UserError if the user's inputs do not fit the model.
     """
     given = options.prompts or options.texts or options.images or options.audio or options.tensors is not None
+    given = given or bool(options.pipeline.given())
     if given or model.folder is None or not index_around(model.folder):
         return make_inputs(model, options)
     try:
@@ -76,7 +78,8 @@ def _from_pipeline(model: LiveModel, title: str, options: Options) -> Inputs:
     name = model.folder.name
     opened = ModelOptions(device=options.device, trust_pickle=options.trust_pickle, max_memory=options.max_memory)
     pipeline = load(locate(str(model.folder.parent)), opened)
-    given = pipeline_inputs(pipeline, InputOptions(sequences=1), options.sequences or _STEPS)
+    settings = PipelineSettings(steps=options.sequences or _STEPS)
+    given = pipeline_inputs(pipeline, InputOptions(sequences=1, pipeline=settings))
     with ForwardRunner(pipeline, RunSettings(), never, watch=False) as runner:
         run = runner.reference_call(given.batches[0])
 

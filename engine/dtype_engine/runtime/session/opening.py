@@ -74,4 +74,9 @@ def _set_reference(live: LiveModel, options: ModelOptions, on_step: OnStep) -> N
         for weight in live.by_id.values():
             weight.as_stored = True
     elif options.reference_model is not None:
+        if options.config is not None:
+            raise UserError(
+                "two single files can't be compared: --against takes checkpoints in a layout of their own; leave out "
+                "--config or --against"
+            )
         use_reference(live, locate_by(options.reference_model, options), options, on_step)

@@ -51,7 +51,7 @@ def verify(
     session: Session | None = None
     if checkpoint is None:
         if elsewhere is not None:
-            raise UserError(f"{source.title} is code: verify what it makes without --workers")
+            raise UserError(f"{source.title} {source.no_headers}: verify what it makes without --workers")
         session = open_session(source, options)
         values = of_module(session.model.module)  # values from the code, before the recipe is applied
         session.apply(file.recipe)

@@ -136,7 +136,7 @@ def open_export(folder: Path, source: Source, options: Options) -> OpenExport:
     """Open an exported folder and its source. Raises UserError if one can't be read, or if the source is no checkpoint."""
     checkpoint = source.open()
     if checkpoint is None:
-        raise UserError(f"{source.title} is code: what it makes can only be compared in one process")
+        raise UserError(f"{source.title} {source.no_headers}: what it makes can only be compared in one process")
     file = read_recipe_file(folder / "recipe.yaml")
     contents = of_checkpoint(checkpoint, source.title, file.recipe, as_exported(options, file))
     contents = in_layout(contents, layout_in(folder))

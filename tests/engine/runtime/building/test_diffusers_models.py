@@ -157,8 +157,8 @@ def test_model_of_unknown_class_runs_on_the_inputs_of_its_pipeline(
     pipelines: Path, family: str, component: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("dtype_engine.runtime.inputs.diffusers_inputs._MAKERS", {})
-    monkeypatch.setattr("dtype_engine.runtime.inputs.diffusers_inputs._PICTURE", 32)
-    monkeypatch.setattr("dtype_engine.runtime.inputs.diffusers_inputs._VIDEO", 32)
+    monkeypatch.setattr("dtype_engine.runtime.inputs.pipeline_inputs._PICTURE", 32)
+    monkeypatch.setattr("dtype_engine.runtime.inputs.pipeline_inputs._VIDEO", 32)
     folder = save_pipeline(family, pipelines) / component
     session = de.open(str(folder), options=de.Options(settings=de.RunSettings(float_inputs="model")))
     run_with = {"prompt": "a photograph of a cat", "height": 32, "width": 32}

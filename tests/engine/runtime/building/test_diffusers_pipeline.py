@@ -30,9 +30,9 @@ def pipelines(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def opened(folder: Path, monkeypatch: pytest.MonkeyPatch, **options: Any) -> de.Session:
-    monkeypatch.setattr("dtype_engine.runtime.inputs.diffusers_inputs._PICTURE", 32)
-    monkeypatch.setattr("dtype_engine.runtime.inputs.diffusers_inputs._VIDEO", 32)
-    monkeypatch.setattr("dtype_engine.runtime.inputs.diffusers_inputs._PIPELINE_STEPS", 2)
+    monkeypatch.setattr("dtype_engine.runtime.inputs.pipeline_inputs._PICTURE", 32)
+    monkeypatch.setattr("dtype_engine.runtime.inputs.pipeline_inputs._VIDEO", 32)
+    monkeypatch.setattr("dtype_engine.runtime.inputs.pipeline_inputs._PIPELINE_STEPS", 2)
     return de.open(str(folder), options=de.Options(**options))
 
 
@@ -137,7 +137,7 @@ def test_pipeline_runs_on_prompts_and_refuses_other_inputs(
     assert session.need_inputs().description == "2 prompts, 2 steps, 32 x 32 pixels"
     assert [batch.kwargs["prompt"] for batch in session.need_inputs().batches] == ["a cat", "a dog"]
     with pytest.raises(UserError, match="makes pictures of prompts"):
-        opened(folder, monkeypatch, images=(Path("a.png"),))
+        opened(folder, monkeypatch, audio=(Path("a.wav"),))
     index = json.loads((folder / "model_index.json").read_text())
     for number, (change, reason) in enumerate(
         (

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 import wave
@@ -458,6 +459,7 @@ def test_line_typed_as_inputs_is_parsed_as_a_prompt_or_files(tmp_path: Path) -> 
     tensors = parse_inputs_line(de.Options(prompts=("old",), sequence_length=9), str(tmp_path / "x.safetensors"))
     assert tensors == de.Options(tensors=tmp_path / "x.safetensors")
     assert parse_inputs_line(tensors, "new").tensors is None
+    assert parse_inputs_line(before, "steps=3") == dataclasses.replace(before, pipeline=de.PipelineSettings(steps=3))
     assert parse_inputs_line(before, "") == de.Options()
     for line, said in (
         ("nowhere.png", "there is no file nowhere.png"),
