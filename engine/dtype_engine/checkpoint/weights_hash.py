@@ -10,6 +10,7 @@ from pathlib import Path
 from dtype_engine.checkpoint.checkpoint import Checkpoint
 from dtype_engine.checkpoint.file_identity import unchanged
 from dtype_engine.core.callbacks import ignore
+from dtype_engine.core.errors import UserError
 from dtype_engine.core.regular_files import open_regular, reading
 
 _PIECE_BYTES = 8 << 20
@@ -20,8 +21,13 @@ def weights_sha256(checkpoint: Checkpoint, on_bytes: Callable[[int, int], None] 
     hubs show. Of several files, it is that of the lines that `sha256sum` prints for them, `HASH  NAME`, in the order of their names
     relative to the folder: `sha256sum *.safetensors | sha256sum`. The whole files are read.
 
-    on_bytes: called with the numbers of read and of all bytes. Raises UserError if a file can't be read or changes.
+    on_bytes: called with the numbers of read and of all bytes. Raises UserError if a file can't be read or changes,
+    and for an adapter that is merged into its base.
     """
+    if checkpoint.merged is not None:
+        raise UserError(
+            "an adapter with its base is no checkpoint of its own, so no hash names it: export it, and use the export"
+        )
     folder = checkpoint.folder
     files = {_name(file, folder): file for file in checkpoint.files}
     with unchanged(checkpoint.identities):

@@ -18,6 +18,7 @@ import torch
 import yaml
 from safetensors.torch import load_file
 from scipy import special, stats
+from tests.helpers import adapters
 from tests.helpers.file_edits import change_tensors
 from tests.helpers.kl_divergence import logits_of, statistics
 
@@ -338,3 +339,10 @@ def test_nothing_that_a_card_names_is_opened(
         watching = False
     assert any(name.endswith("hostile.md") for name in opened)
     assert [name for name in opened if "bait" in name] == []
+
+
+def test_card_of_an_adapter_with_its_base_is_refused(here: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    weights = adapters.save_base(Path("base"), adapters.llama())
+    adapters.save_adapter(Path("adapter"), here / "base", adapters.linear(weights))
+    assert engine("report", "adapter", "--base", "base", "--cast", "*=bf16", "--model-card", "-o", "card.md") == 2
+    assert "export it, and use the export" in capfd.readouterr().err

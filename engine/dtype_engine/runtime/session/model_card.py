@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from dtype_engine.checkpoint import Checkpoint
-from dtype_engine.checkpoint.source import Source, locate
+from dtype_engine.checkpoint.source import Source, locate_by
 from dtype_engine.checkpoint.weights_hash import file_sha256, weights_sha256
 from dtype_engine.core.callbacks import ignore
 from dtype_engine.core.errors import UserError
@@ -48,7 +48,7 @@ def card_of(
     reference, own_hash = options.reference, weights_sha256(model.checkpoint, on_bytes)
     base, base_hash = model.checkpoint, own_hash
     if options.reference_model is not None:
-        source = locate(options.reference_model, options.trust_pickle, options.download)
+        source = locate_by(options.reference_model, options)
         base = need_files(source)
         reference, base_hash = source.title, weights_sha256(base, on_bytes)
     conditions = Conditions(
