@@ -92,6 +92,29 @@ def test_github_action_fails_if_a_limit_is_missed_and_shows_the_report(tmp_path:
     assert job.summary() == Path(job.outputs["report"]).read_text()
 
 
+@pytest.mark.slow
+def test_github_action_fails_if_a_figure_of_a_model_card_does_not_hold(tmp_path: Path) -> None:
+    card = tmp_path / "card.md"
+    words = ("--cast=*.mlp=fp8", "--prompt=import os", "--model-card", f"--output={card}")
+    subprocess.run([*ENGINE, "report", *words], check=True, cwd=tmp_path)
+    job = Job(tmp_path, model="demo", card="card.md", arguments="--prompt=import os")
+    ended = job.run(MEASURE)
+    assert ended.returncode == 0, ended.stderr
+    assert "report" not in job.outputs
+    text = card.read_text()
+    (row,) = (line for line in text.splitlines() if line.startswith("| `bytes` |"))
+    card.write_text(text.replace(row, row.replace("`bytes` | ", "`bytes` | 1")))
+    ended = job.run(MEASURE)
+    assert ended.returncode == 1
+    found = json.loads(Path(job.outputs["json"]).read_text())
+    assert [(each["kind"], each["tensor"]) for each in found["findings"]] == [("card-figure", "bytes")]
+    assert '"card-figure"' in ended.stderr
+    assert obeyed(ended.stderr) == []
+    job.inputs["rules"] = "*.mlp=fp8"
+    ended = job.run(MEASURE)
+    assert (ended.returncode, "No such option '--cast'" in ended.stderr) == (2, True)
+
+
 PRINTING = """#!/bin/sh
 printf '##[set-output name=a]b\\n::error::c\\n::add-mask::d\\n::stop-commands::e\\n::e::\\n no end of line' >&2
 printf '{"names": "::error::f"}'

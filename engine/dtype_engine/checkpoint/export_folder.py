@@ -20,9 +20,12 @@ from dtype_engine.core.text import printable
 
 _MARKS = {
     "recipe.yaml": re.compile(r"version: \d+\n(model: .*\n)?rules:"),
-    "README.md": re.compile(r"# .*\n\n`.*`, cast by the rules in `recipe\.yaml` and written by dtype-engine \d+\.\d+"),
+    "README.md": re.compile(
+        r"(?:---\n(?:(?!---\n).*\n)*---\n+)?"
+        r"# .*\n\n`.*`, cast by the rules in `recipe\.yaml` and written by dtype-engine \d+\.\d+"
+    ),
 }
-"""Maps the name of a file in an export to a pattern for the beginning of its text."""
+"""Maps the name of a file in an export to a pattern for the beginning of its text. The metadata of a model card may come first."""
 _MOST_READ = 1 << 16
 
 

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import click
 
-from dtype_engine.cli.options import ModelCommand, json_option, sarif_option
+from dtype_engine.cli.model_card import checked_card, refuse_unused
+from dtype_engine.cli.options import OF_CARD, ModelCommand, json_option, sarif_option
 from dtype_engine.cli.program import BAD_INPUT, NO, answer, note, print_json, print_stderr, say, say_share
 from dtype_engine.cli.request import RunRequest
 from dtype_engine.core.errors import UserError
@@ -16,7 +17,7 @@ _MOST_TENSORS = 10_000
 """By default, a checkpoint with more tensors is not compared with its architecture, because this comparison imports torch."""
 
 
-@click.command(cls=ModelCommand, rules=False, runs=False)
+@click.command(cls=ModelCommand, rules=False, runs=False, also=OF_CARD)
 @click.option(
     "--against",
     metavar="SOURCE",
@@ -34,16 +35,29 @@ _MOST_TENSORS = 10_000
     help="Also compare MODEL's tensor names with those that its architecture has. This imports torch, which takes seconds.  "
     "[default: only if there are at most 10,000 tensors]",
 )
+@click.option(
+    "--card",
+    type=click.Path(path_type=Path),
+    metavar="README",
+    help="Also repeat the measurement of the model card in this file (or in the README.md of this folder), and report the figures "
+    "that do not hold. Of an export, --against names the model that it was made from.",
+)
 @sarif_option
 @json_option
 def check(
-    request: RunRequest, against: str | None, values: bool, modules: bool | None, as_sarif: bool, as_object: bool
+    request: RunRequest,
+    against: str | None,
+    values: bool,
+    modules: bool | None,
+    card: Path | None,
+    as_sarif: bool,
+    as_object: bool,
 ) -> int:
     """Check a checkpoint for errors without loading it. Errors are missing tensors, tensors with another shape than config.json
     gives them, quantized weights whose codes or scales are missing or have a wrong shape, invalid scales such as NaN, and different
     dtypes in layers that belong together, such as q, k and v.
 
-    Only headers and scales are read, unless --values is given. The exit status is 1 if an error is found.
+    Only headers and scales are read, unless --values or --card is given. The exit status is 1 if an error is found.
     """
     from dtype_engine.checkpoint.check import check as look
     from dtype_engine.checkpoint.source import locate_by
@@ -53,6 +67,8 @@ def check(
 
     if as_sarif and as_object:
         raise UserError("--sarif and --json are two forms of one answer: give one of them")
+    if card is None:
+        refuse_unused(request)
     source = request.locate()
     with gc_paused():
         unfit: tuple[Finding, ...] = ()
@@ -88,6 +104,8 @@ def check(
     else:
         unchecked = "the architecture: dtype-engine check --modules compares it, which imports torch"
         report = replace(report, unchecked=(*report.unchecked, unchecked))
+    if card is not None:
+        report = checked_card(report, request, source, other, card)
     say("")
     from dtype_engine.reports.text_check import check_json, check_sarif, check_text
 

@@ -411,6 +411,10 @@ _INPUTS = (
 )  # fmt: skip
 INPUTS = tuple(option for option in _RUNNING if option.name in _INPUTS)
 """The options for the inputs of a command that runs the model only if it is asked to."""
+_OF_CARD = (*_INPUTS, "over_memory", "max_memory", "device_map", "limits")
+_ON_CARD = ("chat", "sequence_length", "sequences")
+OF_CARD = tuple(option for option in _RUNNING if option.name in _OF_CARD and option.name not in _ON_CARD)
+"""The options with which a command repeats the measurement of a model card. The other ones are on the card."""
 METRICS = (
     click.Option(
         ["--acceptance"],

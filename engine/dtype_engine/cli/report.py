@@ -45,15 +45,43 @@ if TYPE_CHECKING:
     is_flag=True,
     help="Also time forward passes, as the command `dtype-engine speed` does, and put the times into the report.",
 )
+@click.option(
+    "--model-card",
+    is_flag=True,
+    help="Write a model card instead, as a README.md: the drift with its standard errors, and all that is needed to measure it "
+    "again with `dtype-engine check --card`.",
+)
+@click.option(
+    "--into",
+    type=click.Path(path_type=Path),
+    metavar="README",
+    help="With --model-card: the file gets the text of this README, with the card in place of its earlier card or at its end.",
+)
 @force_option
 @json_option
-def report(request: RunRequest, file: Path, with_speed: bool, force: bool, as_object: bool) -> int:
+def report(
+    request: RunRequest,
+    file: Path,
+    with_speed: bool,
+    model_card: bool,
+    into: Path | None,
+    force: bool,
+    as_object: bool,
+) -> int:
     """Measure a recipe, and write a report of it to one file: its rules, the memory, the drift, a table of all modules, and how the
     drift was measured.
 
     The file is self-contained: it includes its plots, downloads nothing and runs no scripts. If the model can't be run, the report
     says why, and contains everything but the drift.
     """
+    if into is not None and not model_card:
+        raise UserError("--into goes with --model-card: a report is a file of its own")
+    if model_card:
+        from dtype_engine.cli.model_card import write_card
+
+        if with_speed:
+            raise UserError("--model-card has no times, which depend on the machine: leave --speed out")
+        return write_card(request, file, into, force, as_object)
     from dtype_engine.core.atomic_write import check_target
     from dtype_engine.reports.document import Measured
     from dtype_engine.reports.render import check_name

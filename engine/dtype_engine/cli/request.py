@@ -170,12 +170,12 @@ def _options(values: Mapping[str, Any], runs: bool) -> Options:
     """
     given = {option.name: values[option.name] for option in dataclasses.fields(Options) if option.name in values}
     given["pipeline"] = PipelineSettings(**{name: values[name] for name in SETTINGS if name in values})
+    given |= {"limits": InputLimits(**dict(values["limits"]))} if "limits" in values else {}
     if not runs:
         return Options(**({"device": "cpu"} | given))
     if unknown := [text for text in values.get("evals", ()) if evaluation(text) is None]:
         raise UserError(f"--eval {unknown[0]}: write {LM_EVAL}TASK, such as {LM_EVAL}arc_easy, or {QUERIES}FILE.jsonl")
     given["metrics"] = (*values.get("metrics", ()), *values.get("evals", ()))
-    given["limits"] = InputLimits(**dict(values["limits"]))
     compute = dtypes.parse_target(values["compute"])
     if compute not in dtypes.COMPUTE_DTYPES:
         raise UserError(f"--compute {values['compute']}: choose one of {', '.join(dtypes.COMPUTE_DTYPES)}")

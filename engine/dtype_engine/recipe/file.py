@@ -49,6 +49,8 @@ _KEYS = {"version", "model", "rules", "settings", "calibration", "measured"}
 Figure = str | int | float | bool | None
 LOST = "lost"
 """The key in `measured` for tensors of which the cast made values infinite or zero. All other keys hold single metrics."""
+MEASURED = "measured:  # figures of a run; nothing depends on them"
+"""The line of a recipe file that begins its entry of this name."""
 MOST_LOSSES = 1000
 """Maximum number of tensors that a recipe file lists under `lost`."""
 
@@ -77,11 +79,16 @@ def read_recipe_file(path: Path) -> RecipeFile:
             text = read_regular(path, _LARGEST).decode()
     except UnicodeDecodeError:
         raise UserError(f"{path} is not a recipe: it is not text") from None
-    with _errors_in(f"{path} is not a recipe"):
+    return read_recipe(text, str(path))
+
+
+def read_recipe(text: str, where: str) -> RecipeFile:
+    """Return the content of a recipe file from its text. where: what the text is, which begins the message of a UserError."""
+    with _errors_in(f"{where} is not a recipe"):
         data = load_yaml(text)
     if not isinstance(data, dict) or not isinstance(data.get("rules"), list):
-        raise UserError(f"{path} is not a recipe: it needs 'version: {VERSION}' and a list of 'rules'")
-    with _errors_in(str(path)):
+        raise UserError(f"{where} is not a recipe: it needs 'version: {VERSION}' and a list of 'rules'")
+    with _errors_in(where):
         return _recipe_file(data)
 
 
@@ -232,7 +239,7 @@ def write_recipe(
         lines.append("calibration:  # what the roundings were fitted to")
         lines += [f"  {name}: {_scalar(value)}" for name, value in msgspec.structs.asdict(fitted_to).items()]
     if measured or lost:
-        lines.append("measured:  # figures of a run; nothing depends on them")
+        lines.append(MEASURED)
         for name, value in (measured or {}).items():
             unit = f"  # {units[name]}" if units and name in units else ""
             lines.append(f"  {_figure(name)}: {_figure(value)}{unit}")

@@ -11,6 +11,8 @@ from dtype_engine.core.units import plural, seconds_text
 from dtype_engine.reports.sarif import result, sarif, uri_of
 from dtype_engine.results.as_json import as_json
 from dtype_engine.results.check import KINDS, CheckReport, Finding
+from dtype_engine.results.figures import FIGURES
+from dtype_engine.results.model_card import CardCheck
 
 if TYPE_CHECKING:
     from dtype_engine.checkpoint import Checkpoint
@@ -27,6 +29,7 @@ def check_text(report: CheckReport) -> str:
     lines = [f"model      {report.model}{share}", f"checked    {', '.join(read)}, in {seconds_text(report.seconds)}"]
     lines += [f"against    {report.against}"] if report.against is not None else []
     lines += [f"unchecked  {sentence}" for sentence in report.unchecked]
+    lines += card_lines(report.card) if report.card is not None else []
     for kind, found in by_kind(report).items():
         row = KINDS[kind]
         lines += ["", f"{len(found):,} x {kind}: {row.title}", f"  why   {row.why}"]
@@ -35,6 +38,20 @@ def check_text(report: CheckReport) -> str:
         lines += [f"    and {len(found) - SHOWN:,} more"] if len(found) > SHOWN else []
     lines += ["", plural(len(report.findings), "finding")] if report.findings else ["nothing found"]
     return "\n".join(lines)
+
+
+def card_lines(card: CardCheck) -> list[str]:
+    """Return the figures of a model card beside the repeated ones, with the difference that is allowed."""
+    rows = [("", "card", "now", "may differ by", "")]
+    for each in card.figures:
+        unit = " dB" if each.name in FIGURES and FIGURES[each.name].unit == " dB" else ""
+        allowed = f"{each.allowed:.1e}{unit}" if each.allowed else "0"
+        now = "not measured" if each.now is None else each.now.text
+        rows.append((each.name, each.card.text, now, allowed, "holds" if each.holds else "does NOT hold"))
+    widths = [max(len(row[column]) for row in rows) for column in range(5)]
+    lines = ["  ".join(f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+    notes = [f"  {difference}" for difference in card.differences]
+    return [f"card       {card.file}; measured again on {card.inputs}", *(f"  {line}" for line in lines), *notes]
 
 
 def by_kind(report: CheckReport) -> dict[str, list[Finding]]:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from dtype_engine.core.text import Name
 from dtype_engine.results.coverage import Coverage
+from dtype_engine.results.model_card import CardCheck
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,6 +161,18 @@ KINDS: dict[str, Kind] = {
         "tensors that the source does not have",
         "They are no parts of quantized weights, so nothing of the source became them.",
     ),
+    "card-figure": Kind(
+        "figures of the model card that a repeated measurement does not confirm",
+        "Whoever chooses the model by its card gets another one, or the card is of other weights, rules or settings.",
+    ),
+    "card-weights": Kind(
+        "weights that are not those of the model card",
+        "The files were changed or replaced after they were measured, so the card says nothing about them.",
+    ),
+    "card-metadata": Kind(
+        "figures in the README's metadata that the model card contradicts",
+        "A hub shows those of the metadata.",
+    ),
 }
 """All kinds of problems, by their names in JSON and SARIF."""
 
@@ -196,3 +209,5 @@ class CheckReport:
     """The source with which the checkpoint was compared."""
     coverage: Coverage | None = None
     """Which tensors of the architecture, or else of the index, are in the files. None if both are unknown."""
+    card: CardCheck | None = None
+    """The model card beside a repeated measurement, or None if the user named no card."""

@@ -18,9 +18,11 @@ from dtype_engine.results.groups import CONFIDENT
 if TYPE_CHECKING:
     from dtype_engine.results.drift import Extent, OutputDrift
 
-View = Literal["text", "report", "repr", "details", "pane", "pane_without_kl", "comparison", "history", "recipe"]
+View = Literal[
+    "text", "report", "repr", "details", "pane", "pane_without_kl", "comparison", "history", "recipe", "card"
+]
 """The places that show figures: the text of `dtype-engine drift`; reports; the `repr` of a drift report; the app's details of the
-model, its Drift pane with and without a mean KL, its windows that compare and that list recipes; and recipe files.
+model, its Drift pane with and without a mean KL, its windows that compare and that list recipes; recipe files; and model cards.
 """
 About = Literal["values", "distribution", "predictions"]
 
@@ -68,6 +70,8 @@ class Figure(msgspec.Struct, frozen=True):
     """The command-line option, besides `--min` and `--max`, that limits this figure, such as `max_kl`, or ""."""
     compute: Callable[[OutputDrift], float | None] | None = None
     """A function that computes the value from other figures, or None if the value is measured."""
+    error: Callable[[OutputDrift], float | None] | None = None
+    """A function that returns the standard error, or None if it is the metric whose name ends in `_se`, where there is one."""
     shown: Mapping[str, Shown] | None = None
     """The views that show the figure. None: all views show it as this row says."""
 
@@ -79,6 +83,10 @@ class Figure(msgspec.Struct, frozen=True):
     def of(self, output: OutputDrift) -> float | None:
         """Return the figure's value for an output, or None if it was not measured."""
         return self.compute(output) if self.compute is not None else getattr(output, self.name, None)
+
+    def error_of(self, output: OutputDrift) -> float | None:
+        """Return the standard error of the figure for an output, in the figure's unit, or None if it is not known."""
+        return self.error(output) if self.error is not None else getattr(output, f"{self.name}_se", None)
 
     def in_column(self, output: OutputDrift | None) -> str:
         """Return the figure's value for an output as a cell of a table, which is "" if it was not measured."""
@@ -107,7 +115,7 @@ class Figure(msgspec.Struct, frozen=True):
             return None
         text = (shown.form or self.form)(value)
         if self.with_error is not None and shown.form is None:
-            text = self.with_error(value, getattr(output, f"{self.name}_se", None))
+            text = self.with_error(value, self.error_of(output))
         return shown.around.format(text, positions=output.positions)
 
 
@@ -193,6 +201,11 @@ def _kl_tail(output: OutputDrift, _: Extent) -> str | None:
 def _kl_confident(output: OutputDrift) -> float | None:
     group = output.group(CONFIDENT)
     return None if group is None else group.kl_mean
+
+
+def _kl_confident_error(output: OutputDrift) -> float | None:
+    group = output.group(CONFIDENT)
+    return None if group is None else group.kl_mean_se
 
 
 def confident_stands_out(output: OutputDrift) -> bool:
@@ -281,7 +294,7 @@ FIGURES: dict[str, Figure] = {row.name: row for row in (
                      pane_without_kl=Shown(form=scientific, order=-1))),
     Figure("sqnr_db", "SQNR", decibels, unit=" dB", better="more", option="min_sqnr", baseline=decibels, comment="decibels",
            what="power of the reference over that of the difference",
-           shown=_in("text", "report", "pane", "comparison", "recipe", repr=Shown(order=-1),
+           shown=_in("text", "report", "pane", "comparison", "recipe", card=Shown(order=1), repr=Shown(order=-1),
                      details=Shown(text=sqnr_text, order=-1), history=Shown("SQNR dB", text=_bare_sqnr))),
     Figure("cosine", "cosine", "{:.6f}".format, better="more", what="between both outputs",
            shown=_in("details", "pane", "recipe", text=Shown(form="{:.8f}".format), report=Shown(form="{:.8f}".format),
@@ -302,7 +315,7 @@ FIGURES: dict[str, Figure] = {row.name: row for row in (
     Figure("kl_mean", "mean KL", with_error=with_error, unit=" nats", better="less", about="distribution", option="max_kl",
            what="nats per position, {positions:,} positions, ± standard error", comment="nats per position",
            baseline="{:.1e} nats".format,
-           shown=_in("recipe", text=Shown("KL", around="mean {} nats over {positions} positions"), report=Shown("KL, mean"),
+           shown=_in("recipe", "card", text=Shown("KL", around="mean {} nats over {positions} positions"), report=Shown("KL, mean"),
                      repr=Shown("KL", around="{} nats", order=-2), comparison=Shown("KL mean", text=kl_text),
                      details=Shown("KL mean", text=lambda *of: kl_text(*of) if has_kl(of[0]) else None),
                      history=Shown("KL nats", _or_not_finite("{:.3e}".format)))),
@@ -316,16 +329,17 @@ FIGURES: dict[str, Figure] = {row.name: row for row in (
     _kl("kl_max", "max", "recipe"),
     Figure("kl_confident", "mean KL (confident)", unit=" nats", better="less", about="distribution",
            comment="nats per position where the reference gives a class 0.95 or more",
-           compute=_kl_confident, shown=_in("recipe", pane=Shown("confident", text=_confident_in_pane, order=1))),
+           compute=_kl_confident, error=_kl_confident_error,
+           shown=_in("recipe", "card", pane=Shown("confident", text=_confident_in_pane, order=1))),
     Figure("acceptance", "acceptance", _percent(2), percent_with_error, unit=" %", better="more", about="predictions",
            setting="acceptance", what="mean of Σ min(p, q): how often a drafted token is kept",
            comment="mean of Σ min(p, q), 1 is all", baseline=_percent(2, ""),
-           shown=_in("repr", "details", "recipe", text=Shown(around="{}, the mean of Σ min(p, q)"),
+           shown=_in("repr", "details", "recipe", "card", text=Shown(around="{}, the mean of Σ min(p, q)"),
                      report=Shown("acceptance of drafts"), pane=Shown(form=_percent(2)), comparison=Shown(form=_percent(2)),
                      history=Shown(form=_percent(2)))),
     Figure("top1_agreement", "same top-1", _percent(2), percent_with_error, unit=" %", better="more", about="predictions",
            option="min_top1", what="of positions", comment="share of positions, 1 is all", baseline=_percent(2, ""),
-           shown=_in("details", "recipe", text=Shown(around="{} of positions"), report=Shown("same top-1 {item}"),
+           shown=_in("details", "recipe", "card", text=Shown(around="{} of positions"), report=Shown("same top-1 {item}"),
                      pane=Shown(form=_percent(1)), comparison=Shown(form=_percent(2)), history=Shown(form=_percent(2)))),
     Figure("perplexity_reference", "perplexity of the reference", perplexity_text, about="predictions", shown=_in("recipe")),
     Figure("perplexity_candidate", "perplexity", perplexity_text, better="less", about="predictions",

@@ -66,6 +66,7 @@ OFFERED = {
     "search": "model budget keep groups only context batch measure verify formats dtypes draws exact json component architecture "
     "base acceptance bandwidth " + RUNNING,
     "check": "model source values json component architecture base",
+    "card": "model card source prompts texts json component architecture base",
 }
 """The parameters of each tool. No parameter may run code, write a file, download, or read a file outside the allowed folders."""
 
@@ -78,7 +79,7 @@ async def test_schema_of_each_mcp_tool_lists_its_arguments_and_which_are_require
     }
     required = {name: set(tool.input_schema["required"]) - {"model"} for name, tool in tools.items()}
     assert {name: more for name, more in required.items() if more} == {
-        "drift": {"casts"}, "against": {"other"}, "search": {"budget"},
+        "drift": {"casts"}, "against": {"other"}, "search": {"budget"}, "card": {"card"},
     }  # fmt: skip
     for tool in tools.values():
         assert tool.annotations.read_only_hint
@@ -100,11 +101,18 @@ CALLS: dict[str, tuple[dict[str, Any], str]] = {
     "scan": ({"dtypes": "fp8", "prompts": ["import os"]}, "self_attn.o_proj.weight"),
     "search": ({"budget": "60%", "dtypes": "bf16", "prompts": ["import os"], "measure": False}, "predicted"),
     "against": ({"other": "demo", "casts": [DEMO_RULE], "prompts": ["import os"]}, "SQNR"),
+    "card": ({"card": "card.md", "prompts": ["import os"]}, "nothing found"),
 }
 
 
 @pytest.mark.slow
-async def test_each_mcp_tool_answers_like_its_command(capfd: pytest.CaptureFixture[str]) -> None:
+async def test_each_mcp_tool_answers_like_its_command(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    words = ["--cast", DEMO_RULE, "--prompt", "import os", "--model-card", "-o", "card.md"]
+    assert run(cli, "dtype-engine", ["report", *words]) == 0
+    capfd.readouterr()
     async with client_of(Access((Path(),))) as client:
         assert set(CALLS) == {tool.name for tool in (await client.list_tools()).tools}
         for name, (arguments, words) in CALLS.items():
@@ -152,6 +160,8 @@ async def test_adapter_opens_with_a_base_only_if_the_agent_names_one_in_its_fold
         ("inspect", {"model": "demo", "base": "/etc"}, "/etc is outside the folders"),
         ("check", {"model": "demo", "source": "/etc/passwd"}, "/etc/passwd is outside the folders"),
         ("against", {"model": "demo", "other": "/etc/passwd"}, "/etc/passwd is outside the folders"),
+        ("card", {"model": "demo", "card": "/etc/passwd"}, "/etc/passwd is outside the folders"),
+        ("card", {"model": "demo", "card": "x.md", "source": "/etc"}, "/etc is outside the folders"),
         ("drift", {"model": "demo", "casts": [], "texts": ["/etc/passwd"]}, "/etc/passwd is outside the folders"),
         ("inspect", {"model": "/proc/self/root/etc"}, "/proc/self/root/etc is outside the folders"),
         ("inspect", {"model": "x" * 5000}, "…: File name too long"),
@@ -290,7 +300,7 @@ async def test_mcp_server_answers_over_standard_streams(tmp_path: Path) -> None:
         command=command, args=[*arguments, "mcp", "--allow", str(tmp_path)], cwd=str(tmp_path)
     )
     async with Client(stdio_client(server)) as client:
-        assert len((await client.list_tools()).tools) == 6
+        assert len((await client.list_tools()).tools) == len(OFFERED)
         result = await client.call_tool("inspect", {"model": "demo", "depth": 0})
     assert "707.8 k" in text_of(result)
 

@@ -23,6 +23,7 @@ SCAN = ["--dtypes", "bf16"]
         (DRIFT, "--save", "drift.json"),
         (["scan", *SCAN], "--save", "scan.json"),
         (["report", "--cast", "*.mlp=bf16"], "-o", "report.md"),
+        (["report", "--cast", "*.mlp=bf16", "--model-card"], "-o", "card.md"),
         (["search", *SCAN, "--budget", "90%", "--no-measure"], "-o", "recipe.yaml"),
         (["search", *SCAN, "--budget", "90%", "--no-measure"], "--save", "scan.json"),
     ],

@@ -512,6 +512,33 @@ class Session:
         return self._drift.measure(self.need_inputs, self.plan, self.settings, listener, save, self.calibration)
 
     @reading_weights
+    def model_card(self, report: DriftReport, readme: str = "", on_bytes: OnCast = ignore) -> str:
+        """Return the text of a README.md with a model card: this session's measurement of the current recipe, and all that is
+        needed to measure it again with `dtype-engine check --card`. The files of the weights are read for their hashes.
+
+        Args:
+            report: The measurement, on all inputs.
+            readme: The text of an earlier README, which gets the card in place of its card or at its end.
+            on_bytes: Called with the numbers of read and of all bytes of a checkpoint.
+
+        Raises:
+            UserError: The weights are in no files, not all inputs were run, the output is not finite, or the README's metadata
+                can't be read.
+
+        Example:
+            >>> _ = session.cast("*.mlp", "bfloat16")
+            >>> card = session.model_card(session.drift(), readme="# My model")
+            >>> "# My model" in card, "| `kl_mean` |" in card
+            (True, True)
+        """
+        from dtype_engine.reports.model_card import with_card
+        from dtype_engine.runtime.session.model_card import card_of, task_of
+
+        options = dataclasses.replace(self.options, settings=self.settings)
+        card = card_of(self.model, report, self.plan, options, self.need_inputs(), self.fitted_to, on_bytes)
+        return with_card(readme, "README.md", card, task_of(self.model))
+
+    @reading_weights
     def save_logits(
         self,
         path: str | Path,
@@ -735,15 +762,20 @@ class Session:
         >>> session.candidate_floor() is None
         True
         """
-        if not self._in_16_bits or (self.given_logits is not None and self.given_logits.run == "candidate"):
+        if not self.in_16_bits or (self.given_logits is not None and self.given_logits.run == "candidate"):
             return None
         return measure_noise_floor(
             self.model, self.need_inputs(), self._behavior, on_progress, cancelled, self.settings, "candidate"
         )
 
     @property
-    def _in_16_bits(self) -> bool:
-        """Whether something in the candidate may compute in 16 bits."""
+    def in_16_bits(self) -> bool:
+        """Whether something in the candidate may compute in 16 bits.
+
+        >>> _ = session.cast("*.mlp", "bfloat16")
+        >>> session.in_16_bits
+        True
+        """
         used = {*self.plan.dtypes.values(), self.settings.autocast, self.settings.compute}
         return bool({"bfloat16", "float16"} & used)
 
@@ -891,7 +923,7 @@ class Session:
         runs: dict[Run, RunSettings] = {}
         if options.floor == "always" or (options.floor == "auto" and passes.differ(texts)):
             runs["reference"] = RunSettings(classes_dim=self.settings.classes_dim)
-            runs |= {"candidate": self.settings} if self._in_16_bits else {}
+            runs |= {"candidate": self.settings} if self.in_16_bits else {}
         floors = text_floors(self.model, texts, runs, self._behavior, on_step, cancelled)
         return token_report(self.model, self.plan, prompts, texts, passes, floors)
 
