@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from dtype_engine.core.errors import UserError
+from dtype_engine.core.pipeline_settings import SETTINGS
 from dtype_engine.core.text import printable
 from dtype_engine.core.user_folders import expanded
 
@@ -52,7 +53,7 @@ TOOLS = (
     ),
     Tool("scan", "scan", left_out=("reference",)),
     Tool("search", "search", required=("budget",), left_out=("budget_active", "max_predicted", "reference")),
-    Tool("check", "check", against="source", left_out=("modules", "card", "prompts", "texts")),
+    Tool("check", "check", against="source", left_out=("modules", "card", "prompts", "texts", *SETTINGS)),
     Tool(
         "card",
         "check",

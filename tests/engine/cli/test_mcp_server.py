@@ -49,14 +49,14 @@ def text_of(result: Any) -> str:
     return parts[0] if len(parts) == 1 else parts[1]
 
 
+OF_PIPELINES = "steps size guidance true_cfg negative_prompt strength seed"
 RUNNING = (
     "prompts texts sequence_length sequences compute autocast float_inputs quantize_activations classes_dim execution "
-    "reference_execution steps size guidance true_cfg negative_prompt strength seed"
+    f"reference_execution {OF_PIPELINES}"
 )
 OF_DRIFT = (
     "model casts generate causes suggest positions runtime max_kl min_sqnr min_top1 json component architecture base precision "
-    "floor "
-    "modules acceptance " + RUNNING
+    f"floor modules acceptance {RUNNING}"
 )
 OFFERED = {
     "inspect": "model casts preset json depth sort component architecture base",
@@ -66,7 +66,7 @@ OFFERED = {
     "search": "model budget keep groups only context batch measure verify formats dtypes draws exact json component architecture "
     "base acceptance bandwidth " + RUNNING,
     "check": "model source values json component architecture base",
-    "card": "model card source prompts texts json component architecture base",
+    "card": f"model card source prompts texts json component architecture base {OF_PIPELINES}",
 }
 """The parameters of each tool. No parameter may run code, write a file, download, or read a file outside the allowed folders."""
 

@@ -62,7 +62,7 @@ def pipeline_inputs(model: LiveModel, options: InputOptions) -> Inputs:
     sounds = picture_range(model.module) is None
     if options.audio or (options.images and sounds):
         makes = f"{model.title} makes {'sounds' if sounds else 'pictures'} of prompts"
-        raise UserError(f"{makes}; {hint('no-sound' if options.audio else 'no-picture')}")
+        raise UserError(f"{makes}; {hint('no-sound')}" if options.audio else f"{makes}; {hint('no-picture')}")
     pipeline: Any = cast(PipelineModule, model.module).pipeline_for(bool(options.images))
     arguments = inspect.signature(pipeline.__call__).parameters
     call, settings = _arguments(pipeline, arguments, options.pipeline), options.pipeline
