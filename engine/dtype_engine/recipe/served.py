@@ -26,7 +26,7 @@ class Served:
 
 
 def served(context: Context, runtime: str) -> Served:
-    """Return what a runtime, such as "vllm", computes with if it serves the context's plan. Raises UserError for other runtimes."""
+    """Return what a runtime of `SERVING` computes with if it serves the context's plan. Raises UserError for other runtimes."""
     target = target_named(runtime) if runtime in SERVING else None
     if not isinstance(target, Online):
         raise UserError(f"it is not known what {runtime!r} computes with: use {' or '.join(SERVING)}")

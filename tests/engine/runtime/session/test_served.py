@@ -136,7 +136,10 @@ def test_dense_model_is_measured_as_the_runtime_computes_it(runtime: str, scheme
     session = de.open(str(folder), options=de.Options(device="cpu"), inputs={"input_ids": ids})
     session.cast("type:Linear", form)
     found = session.served_by(runtime)
-    assert scheme in found.conversion.text
+    if runtime == "vllm":
+        assert {name for _, name in found.conversion.patterns} == {scheme}
+    else:
+        assert found.conversion.text.endswith(f" --quantization {scheme}\n")
     session.apply(found.recipe)
     session.settings = replace(session.settings, quantize_activations=found.quantize_activations)
     with torch.no_grad():
@@ -225,6 +228,31 @@ def test_formats_of_kv_caches_become_options_and_stay_in_the_recipe() -> None:
     assert "--kv-cache-dtype" not in found.conversion.notes[0]
     session.apply(found.recipe)
     assert session.plan.caches == {}
+
+
+def test_sglang_gets_its_own_options_of_kv_caches() -> None:
+    session = de.open(options=de.Options(device="cpu"))
+    session.apply(de.Recipe.of(map(de.Rule.parse, ("*=bf16", "*.mlp=fp8", "*.kv_cache=fp8"))))
+    found = session.served_by("sglang")
+    assert found.conversion.text.endswith(" --quantization fp8 --kv-cache-dtype fp8_e4m3\n")
+    session.apply(de.Recipe.of(map(de.Rule.parse, ("*=bf16", "*.mlp=fp8", "*.layers.0.*.kv_cache=fp8"))))
+    found = session.served_by("sglang")
+    (left,) = found.conversion.left_out
+    assert left.why == "SGLang has one format for all layers"
+    assert "--kv-cache-dtype" not in found.conversion.text
+
+
+def test_drift_command_as_sglang_measures_the_one_scheme(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = str(llama_folder(tmp_path))
+    rules = ["--cast", "*.mlp=fp8@tensor", "--cast", "*.o_proj=mxfp8"]
+    assert run(cli, "dtype-engine", ["drift", folder, *rules, "--sequences", "1", "--as", "sglang", "--json"]) == 0
+    served = json.loads(capsys.readouterr().out)["served"]
+    assert served["conversion"]["text"].startswith(
+        "SGLANG_FP8_IGNORED_LAYERS=self_attn python -m sglang.launch_server "
+    )
+    (mlp,) = (rule for rule in served["recipe"]["rules"] if "float8" in str(rule))
+    assert "self_attn" not in str(mlp)
+    assert served["quantize_activations"] == "weights"
 
 
 def test_drift_command_measures_and_names_what_is_served(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
