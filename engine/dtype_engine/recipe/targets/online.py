@@ -71,7 +71,7 @@ class Online(Quantizer):
 
     def write(self, context: Context) -> Conversion:
         parts = self.split(context)
-        schemes = self._schemes(context, parts.low)
+        schemes = self.schemes_of(context, parts.low)
         self._add_other_scales(context, schemes, parts.losses)
         flags, of_caches = self._of_caches(context, parts.losses)
         text, patterns, notes = self.told(context, Quantized(schemes, parts.base, flags))
@@ -87,7 +87,7 @@ class Online(Quantizer):
         universe |= context.all_names()
         rules = [Rule("*", parts.base)]
         measured: dict[str, list[str]] = {}
-        for weight, scheme in self._schemes(context, parts.low).items():
+        for weight, scheme in self.schemes_of(context, parts.low).items():
             measured.setdefault(scheme.measured(_shape(context.tree.tensors[weight])), []).append(weight)
         for form, names in measured.items():
             rules += [Rule(f"re:{regex}", form) for regex in regexes(names, universe)]
@@ -104,14 +104,16 @@ class Online(Quantizer):
         """Return whether the runtime rounds the inputs of some layer that it quantizes."""
         return any(
             dtypes.quantizes_activations(scheme.measured(_shape(context.tree.tensors[weight])))
-            for weight, scheme in self._schemes(context, self.split(context).low).items()
+            for weight, scheme in self.schemes_of(context, self.split(context).low).items()
         )
 
     def refusals(self, context: Context) -> dict[str, str | None]:
         reasons = super().refusals(context)
         for layer in dict.fromkeys(layers(context).values()):
             accepted = [weight for weight in layer.weights if reasons.get(weight, "") is None]
-            schemes = set(self._schemes(context, {weight: context.plan.dtypes[weight] for weight in accepted}).values())
+            schemes = set(
+                self.schemes_of(context, {weight: context.plan.dtypes[weight] for weight in accepted}).values()
+            )
             if len(accepted) == len(layer.weights) and len(schemes) == 1:
                 continue
             for weight in accepted:
@@ -146,7 +148,7 @@ class Online(Quantizer):
             if layer.experts or (context.is_kind(context.module_of(name), self.kinds) and not always_wide(name))
         )
 
-    def _schemes(self, context: Context, low: Mapping[str, str]) -> dict[str, OnlineScheme]:
+    def schemes_of(self, context: Context, low: Mapping[str, str]) -> dict[str, OnlineScheme]:
         """Return the scheme of each weight that the runtime quantizes, by name. low: their planned formats."""
         found = {
             name: scheme_for(self.schemes, dtype, _shape(context.tree.tensors[name])) for name, dtype in low.items()

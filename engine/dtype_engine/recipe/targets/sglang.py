@@ -67,7 +67,7 @@ class SGLang(Online):
             why = "SGLang can't quantize layers of a checkpoint that is quantized already"
             return {name: reason or why for name, reason in reasons.items()}
         low = {name: context.plan.dtypes[name] for name, why in reasons.items() if why is None}
-        schemes = self._schemes(context, low)
+        schemes = self.schemes_of(context, low)
         values: dict[OnlineScheme, int] = {}
         for name, scheme in schemes.items():
             values[scheme] = values.get(scheme, 0) + context.tree.tensors[name].numel
