@@ -12,6 +12,7 @@ from dtype_engine.recipe import Recipe, Rule, make_plan
 from dtype_engine.recipe.targets import Context, Conversion, target_named
 
 START = ["python", "-m", "sglang.launch_server", "--model-path", "MODEL", "--dtype", "bfloat16"]
+SEPARATE = "--disable-shared-experts-fusion"
 AT = "model.layers.0"
 
 
@@ -54,12 +55,12 @@ def test_scheme_of_most_values_is_the_one_of_the_whole_model() -> None:
     (entry,) = written.left_out
     assert entry.why == "SGLang has one scheme for the whole model, here fp8"
     assert entry.tensors == (f"{AT}.self_attn.q_proj.weight", f"{AT}.self_attn.k_proj.weight")
-    assert shlex.split(written.text)[-2:] == ["--quantization", "fp8"]
+    assert shlex.split(written.text)[-3:] == ["--quantization", "fp8", SEPARATE]
 
 
 def test_layers_that_stay_wide_are_named_and_routers_are_not() -> None:
     variable, *command = shlex.split(converted("*.experts=fp8").text)
-    assert command == [*START, "--quantization", "fp8"]
+    assert command == [*START, "--quantization", "fp8", SEPARATE]
     name, _, ignored = variable.partition("=")
     assert name == "SGLANG_FP8_IGNORED_LAYERS"
     assert ignored.split(",") == [f"{AT}.self_attn", f"{AT}.mlp.shared_expert.down_proj", f"{AT}.conv"]
@@ -84,6 +85,7 @@ def test_scheme_of_experts_only_has_its_own_variable_and_kernels() -> None:
         "nvfp4_online",
         "--moe-runner-backend",
         "flashinfer_trtllm",
+        SEPARATE,
     ]
     (entry,) = written.left_out
     assert (entry.part, entry.instead) == ("scale", "nvfp4")

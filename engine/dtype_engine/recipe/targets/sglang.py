@@ -33,6 +33,8 @@ _SHARDS = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_pr
 """The parts by whose names SGLang compares a layer, by the name that it has in SGLang (`_FALLBACK_FUSED_SHARDS`)."""
 _FUSED = {("q_a_proj", "kv_a_proj_with_mqa"): "fused_qkv_a_proj_with_mqa"}
 """SGLang's names for other layers that it fuses. It compares these names, unless the model's class lists the parts."""
+_SHARED = ("shared_expert", "shared_experts")
+"""The names of experts that every token has. SGLang may pack them with the others, which then share one scheme."""
 _ALL_LAYERS: tuple[str, tuple[str, ...]] = ("SGLANG_FP8_IGNORED_LAYERS", ())
 _EXPERTS_ONLY = ("SGLANG_FP4_IGNORED_LAYERS", ("--moe-runner-backend", "flashinfer_trtllm"))
 """The variable that names the layers to leave wide, and further options: for most schemes, and for those of experts only."""
@@ -54,6 +56,8 @@ class SGLang(Online):
             ignored = _covering(_wide_names(context, found.schemes, scheme), _names(context, found.schemes))
             before = f"{variable}={shlex.quote(','.join(ignored))} " if ignored else ""
             command += ["--quantization", scheme.name, *options]
+            if any(part in _SHARED for name in context.tree.modules for part in name.split(".")):
+                command.append("--disable-shared-experts-fusion")
             count = count_of_layers(context, found.schemes)
             notes = (
                 f"this is for SGLang {_MADE_AS}, which then has {scheme.name} in {count:,} layers, and does not log in which",
