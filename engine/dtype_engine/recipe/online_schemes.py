@@ -39,7 +39,7 @@ class OnlineScheme:
     scales: str
     """What has one scale in the runtime, in words for the user."""
     inputs: str = ""
-    """How the runtime rounds the inputs of layers, for the user, if that depends on the machine."""
+    """What depends on the machine, for the user: how the runtime rounds the inputs of layers, or whether it has the scheme."""
     inputs_of_experts: str = ""
     """How the runtime rounds the inputs of experts, for the user, if that is not as measured."""
     linear: bool = True

@@ -75,22 +75,21 @@ class SGLang(Online):
         values: dict[OnlineScheme, int] = {}
         for name, scheme in schemes.items():
             values[scheme] = values.get(scheme, 0) + context.tree.tensors[name].numel
-        chosen = max(values, key=values.__getitem__, default=None)
+        if not values:
+            return reasons
+        chosen = max(values, key=values.__getitem__)
         for name, scheme in schemes.items():
             if scheme is not chosen:
-                reasons[name] = f"SGLang has one scheme for the whole model, here {chosen.name if chosen else None}"
-        if chosen is not None:
-            left = [name for name, scheme in schemes.items() if scheme is chosen]
-            for name, wide in _inside_wide(context, left, chosen).items():
-                reasons[name] = f"SGLang leaves it wide with {wide}, whose name is a part of its name"
+                reasons[name] = f"SGLang has one scheme for the whole model, here {chosen.name}"
+        left = [name for name, scheme in schemes.items() if scheme is chosen]
+        for name, wide in _inside_wide(context, left, chosen).items():
+            reasons[name] = f"SGLang leaves it wide with {wide}, whose name is a part of its name"
         return reasons
 
     def match(self, context: Context, pattern: str) -> Match:
-        of_path = {pattern.rstrip(".")}
+        path = pattern.rstrip(".")
         taken = {
-            name
-            for name, layer in layers(context).items()
-            if any(not of_path.isdisjoint(_paths(each)) for each in _compared(layer))
+            name for name, layer in layers(context).items() if any(path in _paths(each) for each in _compared(layer))
         }
         why = "a pattern is compared with whole parts of the names of layers"
         return Match(frozenset(taken), None if taken else why)
