@@ -138,7 +138,7 @@ Run = Literal["reference", "candidate"]
     "runtime",
     type=click.Choice(SERVING),
     help="Measure what this runtime computes with if it quantizes the checkpoint by the recipe while it loads it, as "
-    "`dtype-engine recipe convert --to vllm` tells it to: its scales, its one dtype for everything else, and its quantized "
+    "`dtype-engine recipe convert --to` tells it to: its scales, its one dtype for everything else, and its quantized "
     "activations, unless --quantize-activations is given, too.",
 )
 @workers_option

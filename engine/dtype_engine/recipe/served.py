@@ -8,7 +8,7 @@ from typing import Literal
 from dtype_engine.core.errors import UserError
 from dtype_engine.recipe.rules import Recipe
 from dtype_engine.recipe.targets import SERVING, Context, Conversion, target_named
-from dtype_engine.recipe.targets.vllm import VLLM
+from dtype_engine.recipe.targets.online import Online
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,9 +26,9 @@ class Served:
 
 
 def served(context: Context, runtime: str) -> Served:
-    """Return what a runtime, such as "vllm", computes with if it serves the context's plan. Raises UserError for other runtimes."""
+    """Return what a runtime of `SERVING` computes with if it serves the context's plan. Raises UserError for other runtimes."""
     target = target_named(runtime) if runtime in SERVING else None
-    if not isinstance(target, VLLM):
+    if not isinstance(target, Online):
         raise UserError(f"it is not known what {runtime!r} computes with: use {' or '.join(SERVING)}")
     rounds: Literal["none", "weights"] = "weights" if target.quantizes_activations(context) else "none"
     return Served(runtime, target.served(context), rounds, target.convert(context))

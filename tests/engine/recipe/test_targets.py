@@ -11,6 +11,7 @@ import importlib
 import json
 import pkgutil
 import re
+import shlex
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -295,6 +296,70 @@ def as_vllm(context: Context, written: Conversion) -> PresetEffect:
     return found
 
 
+SGLANG_FORMS: dict[tuple[str, str], tuple[str, ...]] = {
+    ("fp8", "matrix"): ("float8_e4m3fn", "float8_e4m3fn@row"),
+    ("fp8", "expert"): ("float8_e4m3fn@fused",),
+    ("fp8", "stack"): ("float8_e4m3fn",),
+    **{("mxfp8", shape): ("mxfp8:rceil",) for shape in ("matrix", "expert", "stack")},
+    **{("nvfp4_online", shape): ("nvfp4",) for shape in ("expert", "stack")},
+}
+"""The formats with the scales of SGLang's schemes, by what the model holds: `nvfp4_online` has others, and is not measured."""
+SGLANG_SHARDS = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
+
+
+def sglang_skips(prefix: str, ignored: list[str]) -> bool:
+    """Return whether `is_layer_skipped` of SGLang leaves a layer wide: a name is ignored with all names that have it as a part
+    between dots. Parts of a fused layer have to agree.
+    """
+    stem, dot, last = prefix.rpartition(".")
+    shards = [f"{stem}{dot}{part}" for part in SGLANG_SHARDS.get(last, (last,))]
+    found = {any(f".{each}." in f".{shard}." for each in ignored) for shard in shards}
+    assert len(found) == 1, "SGLang refuses a layer of which it ignores some parts"
+    return found.pop()
+
+
+def sglang_command(text: str) -> tuple[dict[str, str], dict[str, str]]:
+    """Return the environment and the options of a command for a shell."""
+    words = shlex.split(text)
+    environment = dict(word.split("=", 1) for word in words[: words.index("python")])
+    assert words[len(environment) :][:3] == ["python", "-m", "sglang.launch_server"]
+    options = words[len(environment) + 3 :]
+    return environment, dict(zip(options[::2], options[1::2], strict=True))
+
+
+def as_sglang(context: Context, written: Conversion) -> PresetEffect:
+    """Quantize every linear layer and all experts that the environment does not name, but neither routers nor the output layer."""
+    environment, options = sglang_command(written.text)
+    found = all_in(context, options["--dtype"])
+    scheme = options.get("--quantization")
+    if scheme is None:
+        assert not environment
+        return found
+    for_experts = scheme == "nvfp4_online"
+    ignored = environment.get("SGLANG_FP4_IGNORED_LAYERS" if for_experts else "SGLANG_FP8_IGNORED_LAYERS", "").split(
+        ","
+    )
+    assert len(environment) <= 1
+    for name, tensor in context.tree.tensors.items():
+        module = name.removesuffix(".weight")
+        shape = "stack" if len(tensor.shape) == 3 else "expert" if ".experts." in name else "matrix"
+        if shape == "matrix":
+            linear = context.tree.modules.get(module)
+            is_linear = linear is not None and linear.class_name == "Linear" and name.endswith(".weight")
+            if for_experts or not is_linear or module.endswith(("lm_head", ".gate")):
+                continue
+            stem, dot, last = module.rpartition(".")
+            fused = next((key for key, parts in SGLANG_SHARDS.items() if last in parts), None)
+            prefix = f"{stem}{dot}{fused or last}"
+        else:
+            prefix = name.partition(".experts.")[0] + ".experts"
+        if sglang_skips(prefix, [each for each in ignored if each]):
+            continue
+        same, planned = SGLANG_FORMS[scheme, shape], context.plan.dtypes[name]
+        found[name] = planned if planned in same else same[0]
+    return found
+
+
 def as_diffusers(context: Context, written: Conversion) -> PresetEffect:
     """Apply layerwise casting from the root down: a pattern found anywhere in a name spares the module and all below it."""
     body = ast.parse(written.text).body
@@ -433,6 +498,7 @@ READERS: dict[str, Callable[[Context, Conversion], PresetEffect]] = {
     "modelopt": as_modelopt,
     "comfyui": as_comfyui,
     "vllm": as_vllm,
+    "sglang": as_sglang,
 }
 
 
@@ -749,6 +815,7 @@ def test_convert_command_uses_the_model_that_the_recipe_file_names(
             "comfyui",
             "diffusers",
             "vllm",
+            "sglang",
         )
         written = ["recipe", "convert", file, "--to", target, "-o", str(tmp_path / target)]
         assert run(cli, "dtype-engine", written) == 0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shlex
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -368,21 +369,25 @@ PACKED = {"qkv_proj": ["q_proj", "k_proj", "v_proj"], "gate_up_proj": ["gate_pro
 """vLLM's `packed_modules_mapping` for Llama and Qwen3."""
 
 
-@pytest.mark.parametrize("recipe", VLLM_RECIPES)
-def test_vllm_reads_its_configuration_and_finds_the_planned_scheme_of_every_layer(recipe: str) -> None:
-    config = pytest.importorskip("vllm.config.quantization")
-    patterns = pytest.importorskip("vllm.model_executor.layers.quantization.utils.config_utils")
+def small_model(experts: bool) -> nn.Module:
+    """Return a model of 12 layers without values: Qwen3's with experts, or Llama's."""
     import transformers
 
     small: dict[str, Any] = {"vocab_size": 32, "hidden_size": 128, "intermediate_size": 128, "num_hidden_layers": 12}
     small |= {"num_attention_heads": 4, "num_key_value_heads": 4, "head_dim": 32}
     with torch.device("meta"):
-        if recipe.startswith("experts"):
-            experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
-            model: nn.Module = transformers.Qwen3MoeForCausalLM(transformers.Qwen3MoeConfig(**small, **experts))
-        else:
-            model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**small))
-    context, written = converted("vllm", model.to(torch.bfloat16), *VLLM_RECIPES[recipe])
+        if experts:
+            sizes = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
+            return transformers.Qwen3MoeForCausalLM(transformers.Qwen3MoeConfig(**small, **sizes)).to(torch.bfloat16)
+        return transformers.LlamaForCausalLM(transformers.LlamaConfig(**small)).to(torch.bfloat16)
+
+
+@pytest.mark.parametrize("recipe", VLLM_RECIPES)
+def test_vllm_reads_its_configuration_and_finds_the_planned_scheme_of_every_layer(recipe: str) -> None:
+    config = pytest.importorskip("vllm.config.quantization")
+    patterns = pytest.importorskip("vllm.model_executor.layers.quantization.utils.config_utils")
+    model = small_model(recipe.startswith("experts"))
+    context, written = converted("vllm", model, *VLLM_RECIPES[recipe])
     args = config.QuantizationConfigArgs(**json.loads(written.text))
     assert (args.linear, args.moe, args.ignore) == (None, None, [])
     planned = context.plan.dtypes
@@ -410,3 +415,47 @@ def test_vllm_reads_its_configuration_and_finds_the_planned_scheme_of_every_laye
     assert sum(found.values()) >= 3
     heads = patterns.find_matching_patterns("lm_head", args.targets, PACKED, use_fnmatch=True)
     assert heads == [set()]
+
+
+SGLANG_RECIPES: dict[str, tuple[Rule, ...]] = {
+    "one scheme": (Rule("type:Linear", "float8_e4m3fn"),),
+    "without some": (Rule("type:Linear", "mxfp8:rceil"), Rule("*.o_proj", "bfloat16"), Rule("*.layers.3", "bfloat16")),
+    "two schemes": (Rule("*.mlp", "mxfp8:rceil"), Rule("*.self_attn", "float8_e4m3fn")),
+    "by layers": (Rule("*.layers.{0,1,10}.mlp", "float8_e4m3fn"), Rule("*.layers.{2..5}.self_attn", "float8_e4m3fn")),
+    "experts": (
+        Rule("*.experts", "float8_e4m3fn"),
+        Rule("*.self_attn", "float8_e4m3fn"),
+        Rule("*.layers.1", "bfloat16"),
+    ),
+    "experts alone": (Rule("*.layers.{0,10}.mlp.experts", "nvfp4"),),
+}
+
+
+@pytest.mark.parametrize("recipe", SGLANG_RECIPES)
+def test_sglang_leaves_those_layers_wide_that_the_recipe_does(recipe: str) -> None:
+    utils = pytest.importorskip("sglang.srt.layers.quantization.utils", exc_type=ImportError)
+    context, written = converted("sglang", small_model(recipe.startswith("experts")), *SGLANG_RECIPES[recipe])
+    words = shlex.split(written.text)
+    scheme = words[words.index("--quantization") + 1]
+    ignored = words[0].partition("=")[2].split(",") if "IGNORED" in words[0] else []
+    left_out = {name for entry in written.left_out if entry.part == "dtype" for name in entry.tensors}
+    skipped = 0
+    for layer in range(12):
+        at = f"model.layers.{layer}"
+        for local, weight in (
+            ("self_attn.qkv_proj", "self_attn.k_proj.weight"),
+            ("self_attn.o_proj", "self_attn.o_proj.weight"),
+            ("mlp.gate_up_proj", "mlp.up_proj.weight"),
+            ("mlp.down_proj", "mlp.down_proj.weight"),
+            ("mlp.experts", "mlp.experts.down_proj"),
+        ):
+            if (name := f"{at}.{weight}") not in context.plan.dtypes:
+                continue
+            wide = context.plan.dtypes[name] == "bfloat16" or name in left_out
+            if scheme == "nvfp4_online" and local != "mlp.experts":
+                assert wide, "SGLang does not compare the names of linear layers with this scheme"
+                continue
+            assert utils.is_layer_skipped(f"{at}.{local}", ignored, PACKED) == wide, f"{at}.{local}"
+            assert utils.is_layer_skipped(f"{at}.{local}", ignored) == wide, f"{at}.{local}"
+            skipped += wide
+    assert bool(skipped) == (recipe != "one scheme")

@@ -49,6 +49,7 @@ TOOLS = {
     "modelopt": "the recipe as quant_cfg of NVIDIA ModelOpt",
     "comfyui": "pipelines: the recipe as ComfyUI's metadata",
     "vllm": "the recipe for vLLM, which quantizes as it loads",
+    "sglang": "a command for SGLang, which quantizes as it loads",
 }
 """What is written for each tool of `TARGET_SUFFIXES`."""
 KINDS: tuple[tuple[str, str], ...] = (

@@ -20,10 +20,11 @@ TARGET_SUFFIXES = {
     "modelopt": ".json",
     "comfyui": ".json",
     "vllm": ".json",
+    "sglang": ".sh",
 }
 """The name of every target, and the extension of the file that the tool reads. A target's module is imported only when used."""
 
-SERVING = ("vllm",)
+SERVING = ("vllm", "sglang")
 """The targets that are runtimes, which quantize a checkpoint while they load it."""
 
 

@@ -97,9 +97,9 @@ class Conversion:
     text: str
     """The content of the file that the other tool reads."""
     patterns: tuple[tuple[str, str], ...]
-    """Pairs (pattern in the tool's syntax, dtype of the tensors that it matches)."""
+    """Pairs (pattern in the tool's syntax, dtype or scheme of the tensors that it matches)."""
     base: str | None
-    """The dtype of all tensors that no pattern matches, or None if the tool has no default dtype."""
+    """The dtype of all tensors that no pattern matches and that the tool does not quantize, or None if it has no default dtype."""
     left_out: tuple[Unsupported, ...]
     notes: tuple[str, ...] = ()
 

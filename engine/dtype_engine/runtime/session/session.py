@@ -279,7 +279,7 @@ class Session:
     def served_by(self, runtime: str, recipe: Recipe | None = None) -> Served:
         """Return what a runtime computes with if it quantizes the checkpoint by a recipe, by default the current one, while it
         loads it: a recipe with its scales, whether it rounds the inputs of layers, and the recipe in its own form. Nothing is cast.
-        `runtime`: "vllm". Raises UserError for another runtime.
+        `runtime`: "vllm" or "sglang". Raises UserError for another runtime.
 
         >>> _ = session.cast("*.mlp", "fp8@tensor")
         >>> served = session.served_by("vllm")

@@ -1,4 +1,4 @@
-"""What is measured as vLLM: against plain torch and transformers, with vLLM's formulas written again here."""
+"""What is measured as a runtime serves it: against plain torch and transformers, with the runtimes' formulas written again here."""
 
 from __future__ import annotations
 
@@ -74,14 +74,19 @@ def mxfp4(values: torch.Tensor) -> torch.Tensor:
 
 
 Rounded = Callable[[torch.Tensor], torch.Tensor]
-SCHEMES: dict[str, tuple[str, Rounded, Rounded]] = {
-    "fp8_per_tensor": ("fp8@tensor", per_tensor, per_row),
-    "fp8_per_channel": ("fp8", per_row, per_row),
-    "fp8_per_block": ("fp8@128x128", lambda w: per_block(128, w), lambda x: per_block(1, x)),
-    "mxfp8": ("mxfp8", mxfp8, mxfp8),
-    "mxfp4": ("mxfp4", mxfp4, mxfp4),
+SCHEMES: dict[tuple[str, str], tuple[str, Rounded, Rounded]] = {
+    ("vllm", "fp8_per_tensor"): ("fp8@tensor", per_tensor, per_row),
+    ("vllm", "fp8_per_channel"): ("fp8", per_row, per_row),
+    ("vllm", "fp8_per_block"): ("fp8@128x128", lambda w: per_block(128, w), lambda x: per_block(1, x)),
+    ("vllm", "mxfp8"): ("mxfp8", mxfp8, mxfp8),
+    ("vllm", "mxfp4"): ("mxfp4", mxfp4, mxfp4),
+    ("sglang", "fp8"): ("fp8@tensor", per_row, per_row),
+    ("sglang", "mxfp8"): ("mxfp8:rceil", mxfp8, mxfp8),
 }
-"""For each scheme: the format of the recipe, and how vLLM rounds the weights of a fused layer, and their inputs."""
+"""For each scheme: the format of the recipe, and how the runtime rounds the weights of a fused layer, and their inputs."""
+
+
+TITLES = {"vllm": "vLLM", "sglang": "SGLang"}
 
 
 def llama_folder(tmp_path: Path) -> Path:
@@ -117,9 +122,9 @@ def round_inputs(rounded: Rounded) -> Callable[[nn.Module, tuple[torch.Tensor]],
     return hook
 
 
-@pytest.mark.parametrize("scheme", SCHEMES)
-def test_dense_model_is_measured_as_vllm_computes_it(scheme: str, tmp_path: Path) -> None:
-    form, of_weights, of_inputs = SCHEMES[scheme]
+@pytest.mark.parametrize(("runtime", "scheme"), SCHEMES)
+def test_dense_model_is_measured_as_the_runtime_computes_it(runtime: str, scheme: str, tmp_path: Path) -> None:
+    form, of_weights, of_inputs = SCHEMES[runtime, scheme]
     folder = llama_folder(tmp_path)
     ids = torch.randint(3, 96, (1, 24), generator=torch.Generator().manual_seed(0))
     plain = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).eval()
@@ -130,8 +135,11 @@ def test_dense_model_is_measured_as_vllm_computes_it(scheme: str, tmp_path: Path
             module.register_forward_pre_hook(round_inputs(of_inputs))
     session = de.open(str(folder), options=de.Options(device="cpu"), inputs={"input_ids": ids})
     session.cast("type:Linear", form)
-    found = session.served_by("vllm")
-    assert {name for _, name in found.conversion.patterns} == {scheme}
+    found = session.served_by(runtime)
+    if runtime == "vllm":
+        assert {name for _, name in found.conversion.patterns} == {scheme}
+    else:
+        assert found.conversion.text.endswith(f" --quantization {scheme}\n")
     session.apply(found.recipe)
     session.settings = replace(session.settings, quantize_activations=found.quantize_activations)
     with torch.no_grad():
@@ -139,12 +147,12 @@ def test_dense_model_is_measured_as_vllm_computes_it(scheme: str, tmp_path: Path
     assert torch.equal(candidate_output(session), expected)
     assert session.plan.dtypes["lm_head.weight"] == "bfloat16"
     heads = [entry for entry in found.conversion.left_out if "lm_head.weight" in entry.tensors]
-    assert [entry.why for entry in heads] == ["vLLM leaves output layers wide"]
+    assert [entry.why for entry in heads] == [f"{TITLES[runtime]} leaves output layers wide"]
 
 
 def of_experts(experts: torch.Tensor, scheme: str) -> torch.Tensor:
-    """Round stacked experts [experts, outputs, inputs] by vLLM's loops over experts."""
-    if scheme == "fp8_per_tensor":
+    """Round stacked experts [experts, outputs, inputs] by the runtimes' loops over experts."""
+    if scheme in ("fp8_per_tensor", "fp8"):
         return torch.stack([per_tensor(expert) for expert in experts])
     if scheme == "fp8_per_channel":
         return torch.stack([per_row(expert) for expert in experts])
@@ -153,16 +161,20 @@ def of_experts(experts: torch.Tensor, scheme: str) -> torch.Tensor:
 
 
 @pytest.mark.parametrize(
-    ("form", "scheme", "other"),
+    ("runtime", "form", "scheme", "other"),
     [
-        ("fp8", "fp8_per_tensor", False),
-        ("fp8@tensor", "fp8_per_tensor", True),
-        ("fp8@row", "fp8_per_channel", False),
-        ("int8@row", "int8_per_channel_weight_only", False),
-        ("int8", "int8_per_channel_weight_only", True),
+        ("vllm", "fp8", "fp8_per_tensor", False),
+        ("vllm", "fp8@tensor", "fp8_per_tensor", True),
+        ("vllm", "fp8@row", "fp8_per_channel", False),
+        ("vllm", "int8@row", "int8_per_channel_weight_only", False),
+        ("vllm", "int8", "int8_per_channel_weight_only", True),
+        ("sglang", "fp8", "fp8", False),
+        ("sglang", "fp8@row", "fp8", True),
     ],
 )
-def test_experts_have_the_scales_that_vllm_gives_them(form: str, scheme: str, other: bool, tmp_path: Path) -> None:
+def test_experts_have_the_scales_that_the_runtime_gives_them(
+    runtime: str, form: str, scheme: str, other: bool, tmp_path: Path
+) -> None:
     torch.manual_seed(0)
     config = transformers.MixtralConfig(
         vocab_size=96, hidden_size=64, intermediate_size=96, num_hidden_layers=1, num_attention_heads=2,
@@ -173,9 +185,11 @@ def test_experts_have_the_scales_that_vllm_gives_them(form: str, scheme: str, ot
     ids = torch.randint(3, 96, (1, 24), generator=torch.Generator().manual_seed(0))
     session = de.open(str(tmp_path / "mixtral"), options=de.Options(device="cpu"), inputs={"input_ids": ids})
     session.cast("*.experts", form)
-    found = session.served_by("vllm")
-    (pattern,) = found.conversion.patterns
-    assert pattern == (r"re:model\.layers\.0\.block_sparse_moe\.experts$", scheme)
+    found = session.served_by(runtime)
+    if runtime == "vllm":
+        assert found.conversion.patterns == ((r"re:model\.layers\.0\.block_sparse_moe\.experts$", scheme),)
+    else:
+        assert found.conversion.patterns == (("model.layers.0.self_attn", "bfloat16"),)
     assert [entry.part for entry in found.conversion.left_out] == (["scale"] if other else [])
     assert found.quantize_activations == ("none" if form.startswith("int8") else "weights")
     session.apply(found.recipe)
@@ -195,7 +209,7 @@ def test_experts_have_the_scales_that_vllm_gives_them(form: str, scheme: str, ot
 
 def test_only_runtimes_that_quantize_while_they_load_are_known() -> None:
     session = de.open(options=de.Options(device="cpu"))
-    with pytest.raises(UserError, match="not known what 'torchao' computes with: use vllm"):
+    with pytest.raises(UserError, match="not known what 'torchao' computes with: use vllm or sglang"):
         session.served_by("torchao")
 
 
@@ -214,6 +228,31 @@ def test_formats_of_kv_caches_become_options_and_stay_in_the_recipe() -> None:
     assert "--kv-cache-dtype" not in found.conversion.notes[0]
     session.apply(found.recipe)
     assert session.plan.caches == {}
+
+
+def test_sglang_gets_its_own_options_of_kv_caches() -> None:
+    session = de.open(options=de.Options(device="cpu"))
+    session.apply(de.Recipe.of(map(de.Rule.parse, ("*=bf16", "*.mlp=fp8", "*.kv_cache=fp8"))))
+    found = session.served_by("sglang")
+    assert found.conversion.text.endswith(" --quantization fp8 --kv-cache-dtype fp8_e4m3\n")
+    session.apply(de.Recipe.of(map(de.Rule.parse, ("*=bf16", "*.mlp=fp8", "*.layers.0.*.kv_cache=fp8"))))
+    found = session.served_by("sglang")
+    (left,) = found.conversion.left_out
+    assert left.why == "SGLang has one format for all layers"
+    assert "--kv-cache-dtype" not in found.conversion.text
+
+
+def test_drift_command_as_sglang_measures_the_one_scheme(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = str(llama_folder(tmp_path))
+    rules = ["--cast", "*.mlp=fp8@tensor", "--cast", "*.o_proj=mxfp8"]
+    assert run(cli, "dtype-engine", ["drift", folder, *rules, "--sequences", "1", "--as", "sglang", "--json"]) == 0
+    served = json.loads(capsys.readouterr().out)["served"]
+    assert served["conversion"]["text"].startswith(
+        "SGLANG_FP8_IGNORED_LAYERS=self_attn python -m sglang.launch_server "
+    )
+    (mlp,) = (rule for rule in served["recipe"]["rules"] if "float8" in str(rule))
+    assert "self_attn" not in str(mlp)
+    assert served["quantize_activations"] == "weights"
 
 
 def test_drift_command_measures_and_names_what_is_served(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
