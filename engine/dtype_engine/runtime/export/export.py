@@ -31,6 +31,7 @@ from dtype_engine.runtime.export.one_file import export_file
 from dtype_engine.runtime.export.readme import by_dtype, readme
 from dtype_engine.runtime.export.rounded import refuse_unfitted
 from dtype_engine.runtime.export.staging import copy_sidecars, staged
+from dtype_engine.runtime.export.torchao_files import torchao_metadata
 from dtype_engine.runtime.export.write import OnBytes, Progress, copy_file, write_file
 
 SHARD_SIZE = "5GB"
@@ -143,8 +144,10 @@ def _write_weights(
     for part, by_file in files.items():
         folder = stage / part.folder
         lossy: list[ValueLoss] | None = [] if counting else None
+        described = torchao_metadata(part, [item for items in by_file.values() for item in items])
         for name, items in by_file.items():
-            write_file(folder / name, items, _metadata(part, items, contents.tied), progress, lossy)
+            metadata = _metadata(part, items, contents.tied) | described
+            write_file(folder / name, items, metadata, progress, lossy)
         counted += [dataclasses.replace(loss, tensor=part.prefix + loss.tensor) for loss in lossy or ()]
         if len(by_file) > 1:
             (folder / f"{part.stem}.safetensors.index.json").write_text(_index(by_file), encoding="utf-8")

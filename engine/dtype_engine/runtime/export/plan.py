@@ -40,6 +40,7 @@ from dtype_engine.runtime.export.notices import (
 from dtype_engine.runtime.export.refusals import refuse_scales, refuse_unstored, refuse_unwritable
 from dtype_engine.runtime.export.rounded import RoundedSource, unrounded, with_roundings
 from dtype_engine.runtime.export.shared_scales import with_packed_scales, with_shared_scales
+from dtype_engine.runtime.export.torchao_files import in_torchao_layout, with_torchao_settings
 from dtype_engine.runtime.model.live import LiveModel
 from dtype_engine.runtime.model.name_mapping import Placement, map_names, without_place
 from dtype_engine.runtime.model.stored_tree import same_values
@@ -182,8 +183,9 @@ def _placed_contents(
     folder = checkpoint.folder if checkpoint.path.is_dir() or checkpoint.config is not None else None
     files = (checkpoint.path, *checkpoint.files)
     layout = layout_of(checkpoint)
+    items = in_torchao_layout(layout, items)
     refuse_unstored(items)
-    refuse_scales(layout, items)
+    refuse_scales(layout, items, linears)
     refuse_unwritable(checkpoint, items)
     otherwise = unwritten_notice(tree, planned)
     for prefix, of_diffusers in _loaders(checkpoint):
@@ -202,11 +204,15 @@ def _placed_contents(
         *(tied_notice(tied) if checkpoint.config is None else ()),
         *layout.notices,
     )
-    layout = layout_beside(layout, checkpoint, items)
+    computed = {
+        part.prefix: passed_dtype(tree, [item for item in items if item.name.startswith(part.prefix)], infos)
+        for part in layout.parts
+    }
+    layout = with_torchao_settings(layout_beside(layout, checkpoint, items), checkpoint, items, linears, computed)
     return Contents(
         title, _checked(items), recipe, config, folder, (*linears, *of_experts), notices, files, layout,
         checkpoint.identities, tied, settings, otherwise=otherwise,
-        passed=passed_dtype(tree, items, infos) if layout.kind == "component" else "",
+        passed=computed[""] if layout.kind == "component" else "",
     )  # fmt: skip
 
 

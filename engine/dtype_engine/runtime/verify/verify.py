@@ -108,7 +108,8 @@ class OpenExport:
         """
         entries = item.entries if item.input_scale is None else item.entries[:-1]
         held = [self.exported.read[entry.name]() for entry in entries]
-        return (held, None) if item.file_layout is None else as_compressed_tensors(item, held)
+        packed = item.file_layout is not None and item.file_layout.packed
+        return as_compressed_tensors(item, held) if packed else (held, None)
 
     def _scale_problem(self, entry: TensorEntry, item: ExportTensor) -> str | None:
         """Return what is wrong with the exported scale of a layer's inputs (`entry`), or None. If the weight is exported as stored
