@@ -208,7 +208,9 @@ def _placed_contents(
         part.prefix: passed_dtype(tree, [item for item in items if item.name.startswith(part.prefix)], infos)
         for part in layout.parts
     }
-    layout = with_torchao_settings(layout_beside(layout, checkpoint, items), checkpoint, items, linears, computed)
+    layout = with_torchao_settings(
+        layout_beside(layout, checkpoint, items), checkpoint, config, items, linears, computed
+    )
     return Contents(
         title, _checked(items), recipe, config, folder, (*linears, *of_experts), notices, files, layout,
         checkpoint.identities, tied, settings, otherwise=otherwise,

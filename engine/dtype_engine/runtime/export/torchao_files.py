@@ -7,13 +7,13 @@ names the settings with which torchao would quantize the layers so (`TorchAoConf
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from dtype_engine.checkpoint import Checkpoint
+from dtype_engine.checkpoint.schemes.torchao import SCHEME
 from dtype_engine.core import dtypes
 from dtype_engine.core.file_layouts import TORCHAO
 from dtype_engine.runtime.export.contents import ExportTensor
@@ -41,25 +41,33 @@ def in_torchao_layout(layout: Layout, items: Sequence[ExportTensor]) -> list[Exp
 def with_torchao_settings(
     layout: Layout,
     checkpoint: Checkpoint,
+    config: dict[str, Any] | None,
     items: Sequence[ExportTensor],
     linears: Sequence[str],
     computed: Mapping[str, str],
 ) -> Layout:
-    """Return `layout` with a new config.json for each folder that has weights in torchao's layout.
+    """Return `layout` with a new config.json for each folder in which the weights with scales change: weights in torchao's layout
+    are described in it, and those of the source that are decoded no longer.
 
-    linears: the names of the model's linear modules. computed: the dtype with which the model in each folder is loaded, by the
-    prefix of its tensors, or "" for the widest.
+    config: what `exported_config` made of the checkpoint's config.json. linears: the names of the model's linear modules. computed:
+    the dtype with which the model in each folder is loaded, by the prefix of its tensors, or "" for the widest.
     """
-    configs = {component.prefix: component.config for component in checkpoint.components} or {"": checkpoint.config}
+    if layout.kind not in ("component", "pipeline"):
+        return layout
+    before = {component.prefix: component.config for component in checkpoint.components} or {"": checkpoint.config}
     parts, changed = [], set()
     for part in layout.parts:
         of_part = [item for item in items if item.name.startswith(part.prefix)]
+        after = dict((config if layout.kind == "component" else before[part.prefix]) or {})
         if any(item.file_layout is TORCHAO for item in of_part):
-            config = copy.deepcopy(configs[part.prefix] or {})
             plain = [name.removeprefix(part.prefix) for name in linears if name.startswith(part.prefix)]
-            config[_SETTINGS] = _settings(part, of_part, plain)
+            after[_SETTINGS] = _settings(part, of_part, plain)
             dtype = computed[part.prefix] or dtypes.widest(item.dtype for item in of_part)
-            part = dataclasses.replace(part, config=config, computed=dtype)
+            part = dataclasses.replace(part, computed=dtype)
+        elif any(item.coded is not None for item in of_part) and not any(item.copied for item in of_part):
+            after.pop(_SETTINGS, None)
+        if after != (before[part.prefix] or {}):
+            part = dataclasses.replace(part, config=after)
             changed.add(part.path("config.json"))
         parts.append(part)
     copied = tuple((source, path) for source, path in layout.copied if path not in changed)
@@ -96,13 +104,20 @@ def _torchao(kind: str, version: int, **data: object) -> dict[str, Any]:
 
 
 def torchao_metadata(part: Part, items: Sequence[ExportTensor]) -> dict[str, str]:
-    """Return the metadata that each file of a folder needs if weights in the folder are in torchao's layout, else {}. items: all
-    weights of the folder, by the names that they have there.
+    """Return the metadata that each file of a folder needs if weights in the folder are in torchao's layout, else {}. Weights that
+    the export copies keep what the source says of them. items: all weights of the folder, by the names that they have there.
     """
-    if not any(item.file_layout is TORCHAO for item in items):
+    if not any(item.file_layout is TORCHAO or _is_copy(item) for item in items):
         return {}
-    described = {item.name: json.dumps(_description(item, part.computed)) for item in items}
+    described = {
+        item.name: part.metadata[item.name] if _is_copy(item) else json.dumps(_description(item, part.computed))
+        for item in items
+    }
     return described | {"tensor_names": json.dumps(list(described))}
+
+
+def _is_copy(item: ExportTensor) -> bool:
+    return item.copied and item.coded is not None and item.coded.scheme is SCHEME
 
 
 def _description(item: ExportTensor, computed: str) -> dict[str, Any]:

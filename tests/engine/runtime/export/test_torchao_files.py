@@ -11,9 +11,8 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors import safe_open
-from tests.helpers.exporting import engine
-from tests.helpers.file_edits import change_tensors
+from safetensors.torch import save_file
+from tests.helpers.exporting import engine, read
 
 import dtype_engine as de
 
@@ -159,16 +158,17 @@ def test_verify_finds_changed_codes_and_scales_in_torchao_files(
     out = tmp_path / "out"
     assert engine("export", source, "--cast", "type:Linear=int8", *BIASES, "-o", out) == 0
     file = out / "diffusion_pytorch_model.safetensors"
-    for name in ("proj_out_1._weight_qdata", "proj_out_2._weight_scale"):
-        with safe_open(file, "pt") as opened:
-            tensor = opened.get_tensor(name)
-        tensor[0, 0] += 1
-        change_tensors(file, lambda tensors, name=name, tensor=tensor: tensors.update({name: tensor}))
+    tensors, metadata = read(file)
+    tensors["proj_out_1._weight_qdata"][0, 0] += 1
+    tensors["proj_out_2._weight_scale"][0, 0] *= 2
+    del metadata["transformer_blocks.0.attn1.to_q.weight"]
+    save_file(tensors, file, metadata)
     capsys.readouterr()
     assert engine("verify", out, "--against", source) == 1
     said = capsys.readouterr().out
     assert "values of proj_out_1._weight_qdata differ" in said
     assert "values of proj_out_2._weight_scale differ" in said
+    assert "transformer_blocks.0.attn1.to_q.weight should be an Int8Tensor, and the file says nothing of it" in said
 
 
 def test_export_of_a_torchao_export_is_copied_or_decoded(source: Path, tmp_path: Path) -> None:
