@@ -89,7 +89,8 @@ def section(contents: Contents, name: str) -> list[str]:
     if contents.layout.kind == "adapter":
         return _adapter(contents.layout.base, name)
     class_name = contents.layout.class_name
-    given, words = ".float()" if _is_mixed(contents) else "", _MIXED if _is_mixed(contents) else _UNIFORM
+    given = ".float()" if _is_mixed(contents) else ""
+    words: tuple[str, ...] = _MIXED if _is_mixed(contents) else _UNIFORM
     arguments = quoted(name)
     if _dtypes_of_torchao(contents):
         arguments, given, words = f"{arguments}, {_dtype_argument(contents)}", "", (*_TORCHAO, "", *_DECODED)

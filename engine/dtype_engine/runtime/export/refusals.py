@@ -37,7 +37,9 @@ def _why_not_torchao(item: ExportTensor, linears: Sequence[str]) -> str:
     if item.dtype not in PER_CHANNEL:
         return f"it reads {formats} in torchao's layout"
     if not linears:
-        return "it reads scales of linear layers, and without the diffusers package nothing says which layers are linear"
+        return (
+            "it reads scales of linear layers, and without the diffusers package nothing says which layers are linear"
+        )
     return (
         "it reads scales of weights of linear layers that are not tied, as the rules "
         f"type:Linear={dtypes.short_name(item.dtype)} and then *.bias=stored give them"

@@ -2,7 +2,8 @@
 
 The metadata of every file has the names of all tensors of the model, and for each its class in torch or torchao, with the
 attributes of that class (`unflatten_tensor_state_dict` in `torchao/prototype/safetensors/safetensors_support.py`). `config.json`
-names the settings with which torchao would quantize the layers so (`TorchAoConfig` in `diffusers/quantizers/quantization_config.py`).
+names the settings with which torchao would quantize the layers so (`TorchAoConfig` in
+`diffusers/quantizers/quantization_config.py`).
 """
 
 from __future__ import annotations

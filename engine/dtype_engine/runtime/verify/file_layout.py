@@ -1,4 +1,4 @@
-"""Reads the tensors of a weight in the layouts of GPTQ and torchao, to verify an export. It shares no code with what writes them."""
+"""Reads the tensors of a weight in the layouts of GPTQ and torchao, to verify an export, without the code that writes them."""
 
 from __future__ import annotations
 

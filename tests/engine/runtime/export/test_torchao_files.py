@@ -1,4 +1,4 @@
-"""Exports of diffusers models with scales: the values that diffusers and transformers load from them by torchao, and what is refused.
+"""Exports of diffusers models with scales: the values that diffusers and transformers load by torchao, and what is refused.
 
 The expected values are computed here in plain torch: codes by the largest |value| of a row or of the whole weight.
 """
@@ -191,7 +191,10 @@ def test_export_of_a_torchao_export_is_copied_or_decoded(source: Path, tmp_path:
 @pytest.mark.parametrize(
     ("rules", "words"),
     [
-        (("*=int8",), "reads scales of weights of linear layers that are not tied, as the rules type:Linear=i8 and then"),
+        (
+            ("*=int8",),
+            "reads scales of weights of linear layers that are not tied, as the rules type:Linear=i8 and then",
+        ),
         (("type:Linear=int4@g32",), "it reads fp8, fp8@t, i8, i8@t in torchao's layout"),
         (("type:Linear=e5m2",), "it reads fp8, fp8@t, i8, i8@t in torchao's layout"),
     ],
@@ -223,3 +226,18 @@ def test_quantized_inputs_that_torchao_files_do_not_declare_are_named(
     rules = ("--cast", "type:Linear=int8", *BIASES, "--quantize-activations", "weights")
     assert engine("export", source, *rules, "-o", tmp_path / "out") == 0
     assert "activations of weights in int8 will not be quantized by diffusers" in capsys.readouterr().err
+
+
+def test_copied_torchao_weights_keep_the_names_of_all_tensors_beside_them(tmp_path: Path) -> None:
+    source, out = tmp_path / "model.safetensors", tmp_path / "out"
+    described = {"_type": "Int8Tensor", "_data": {"block_size": [1, 8]}, "_tensor_data_names": ["qdata", "scale"]}
+    texts = {"m.weight": json.dumps(described), "m.bias": '{"_type": "Tensor"}'}
+    tensors = {
+        "m._weight_qdata": torch.ones(4, 8, dtype=torch.int8), "m._weight_scale": torch.ones(4, 1), "m.bias": torch.ones(4),
+    }  # fmt: skip
+    save_file(tensors, source, texts | {"tensor_names": json.dumps(["m.weight", "m.bias"])})
+    assert engine("export", source, "--cast", "m.bias=bf16", "-o", out) == 0
+    written, metadata = read(out / "model.safetensors")
+    assert written.keys() == tensors.keys()
+    names = json.loads(metadata["tensor_names"])
+    assert {name: metadata[name] for name in names} == texts
