@@ -60,8 +60,8 @@ class Part:
     config: dict[str, Any] | None = None
     """The content of this folder's `config.json`, if the cast changes the dtype or the quantization that it names."""
     metadata: Mapping[str, str] = field(default_factory=dict)
-    computed: str = ""
-    """The dtype in which torchao computes with the weights with scales, if this folder has any."""
+    loaded: str = ""
+    """The dtype with which to load the model in this folder, if the folder has weights in torchao's layout."""
 
     def path(self, name: str) -> str:
         """Return the path of this folder's file `name` in the export."""

@@ -58,12 +58,12 @@ _PASSED = (
 
 
 def _dtypes_of_torchao(contents: Contents) -> dict[str, str]:
-    """Return the dtypes in which torchao computes with weights with scales, by the folders that have some."""
-    return {part.folder: part.computed for part in contents.layout.parts if part.computed}
+    """Return the dtypes with which to load the models that have weights in torchao's layout, by their folders."""
+    return {part.folder: part.loaded for part in contents.layout.parts if part.loaded}
 
 
 def _dtype_argument(contents: Contents) -> str:
-    """Return the argument with which diffusers loads every model in the dtype in which torchao computes in it."""
+    """Return the argument with which diffusers loads these models in these dtypes."""
     by_folder = _dtypes_of_torchao(contents)
     if len(set(by_folder.values())) == 1:
         return f"dtype=torch.{next(iter(by_folder.values()))}"

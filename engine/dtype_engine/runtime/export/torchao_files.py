@@ -17,26 +17,55 @@ from dtype_engine.checkpoint import Checkpoint
 from dtype_engine.checkpoint.schemes.torchao import SCHEME
 from dtype_engine.core import dtypes
 from dtype_engine.core.file_layouts import TORCHAO
+from dtype_engine.core.tree import TensorInfo, Tree
+from dtype_engine.recipe.loader_facts import loaded_dtype
 from dtype_engine.runtime.export.contents import ExportTensor
 from dtype_engine.runtime.export.layout import Layout, Part
+from dtype_engine.runtime.export.notices import passed_dtype
 
 _CLASSES = {"int": ("Int8Tensor", "Int8WeightOnlyConfig"), "float": ("Float8Tensor", "Float8WeightOnlyConfig")}
 """(the class of a weight, the class of the settings that give it), by the kind of its codes."""
 _SETTINGS = "quantization_config"
 
 
-def in_torchao_layout(layout: Layout, items: Sequence[ExportTensor]) -> list[ExportTensor]:
-    """Return the weights of an export with those that torchao's layout can hold in it, if diffusers loads the export. Their layers'
-    inputs are not quantized.
+def loaded_dtypes(
+    layout: Layout, items: Sequence[ExportTensor], tree: Tree, infos: Mapping[str, TensorInfo]
+) -> dict[str, str]:
+    """Return the dtype with which to load the model in each folder of an export for diffusers, by the prefix of its tensors. It is
+    that of all weights without scales but those that the model's code keeps in float32, or else the widest.
+
+    infos: the model's tensors by their names in the files.
     """
     if layout.kind not in ("component", "pipeline"):
-        return list(items)
-    return [
-        dataclasses.replace(item, file_layout=TORCHAO, quantised_inputs=False)
-        if item.portable and not TORCHAO.refusal(item.shape, item.dtype)
-        else item
-        for item in items
-    ]
+        return {}
+    by_part = {part.prefix: [item for item in items if item.name.startswith(part.prefix)] for part in layout.parts}
+    return {
+        prefix: passed_dtype(tree, of_part, infos) or dtypes.widest(item.dtype for item in of_part)
+        for prefix, of_part in by_part.items()
+    }
+
+
+def in_torchao_layout(
+    items: Sequence[ExportTensor],
+    loaded: Mapping[str, str],
+    loaders: Sequence[tuple[str, bool]],
+    tree: Tree,
+    infos: Mapping[str, TensorInfo],
+) -> list[ExportTensor]:
+    """Return the weights of an export with those that torchao's layout can hold in it, if diffusers loads the export. Their layers'
+    inputs are not quantized.
+
+    A layer computes in the dtype in which the loader has its weight, and torchao's fp8 raises an error if its values have another.
+    loaded: what `loaded_dtypes` returns. loaders: (the prefix of a model's tensors, True if diffusers loads the model) for each.
+    """
+    found = []
+    for item in items:
+        prefix = next((each for each in loaded if item.name.startswith(each)), None)
+        if prefix is not None and item.portable and not TORCHAO.refusal(item.shape, item.dtype):
+            dtype = loaded_dtype(tree, infos[item.name], loaded[prefix], dict(loaders)[prefix])
+            item = dataclasses.replace(item, file_layout=TORCHAO, computed=dtype, quantised_inputs=False)
+        found.append(item)
+    return found
 
 
 def with_torchao_settings(
@@ -45,15 +74,15 @@ def with_torchao_settings(
     config: dict[str, Any] | None,
     items: Sequence[ExportTensor],
     linears: Sequence[str],
-    computed: Mapping[str, str],
+    loaded: Mapping[str, str],
 ) -> Layout:
     """Return `layout` with a new config.json for each folder in which the weights with scales change: weights in torchao's layout
     are described in it, and those of the source that are decoded no longer.
 
-    config: what `exported_config` made of the checkpoint's config.json. linears: the names of the model's linear modules. computed:
-    the dtype with which the model in each folder is loaded, by the prefix of its tensors, or "" for the widest.
+    config: what `exported_config` made of the checkpoint's config.json. linears: the names of the model's linear modules. loaded:
+    what `loaded_dtypes` returns.
     """
-    if layout.kind not in ("component", "pipeline"):
+    if not loaded:
         return layout
     before = {component.prefix: component.config for component in checkpoint.components} or {"": checkpoint.config}
     parts, changed = [], set()
@@ -63,8 +92,7 @@ def with_torchao_settings(
         if any(item.file_layout is TORCHAO for item in of_part):
             plain = [name.removeprefix(part.prefix) for name in linears if name.startswith(part.prefix)]
             after[_SETTINGS] = _settings(part, of_part, plain)
-            dtype = computed[part.prefix] or dtypes.widest(item.dtype for item in of_part)
-            part = dataclasses.replace(part, computed=dtype)
+            part = dataclasses.replace(part, loaded=loaded[part.prefix])
         elif any(item.coded is not None for item in of_part) and not any(item.copied for item in of_part):
             after.pop(_SETTINGS, None)
         if after != (before[part.prefix] or {}):
@@ -111,8 +139,7 @@ def torchao_metadata(part: Part, items: Sequence[ExportTensor]) -> dict[str, str
     if not any(item.file_layout is TORCHAO or _is_copy(item) for item in items):
         return {}
     described = {
-        item.name: part.metadata[item.name] if _is_copy(item) else json.dumps(_description(item, part.computed))
-        for item in items
+        item.name: part.metadata[item.name] if _is_copy(item) else json.dumps(_description(item)) for item in items
     }
     return described | {"tensor_names": json.dumps(list(described))}
 
@@ -121,7 +148,7 @@ def _is_copy(item: ExportTensor) -> bool:
     return item.copied and item.coded is not None and item.coded.scheme is SCHEME
 
 
-def _description(item: ExportTensor, computed: str) -> dict[str, Any]:
+def _description(item: ExportTensor) -> dict[str, Any]:
     if item.file_layout is not TORCHAO:
         return {"_type": "Tensor"}
     row = dtypes.BY_NAME[item.dtype]
@@ -130,7 +157,7 @@ def _description(item: ExportTensor, computed: str) -> dict[str, Any]:
         "_type": _CLASSES[row.kind][0],
         "_data": {
             "block_size": [rows if row.per_tensor else 1, columns],
-            "dtype": {"_type": "torch.dtype", "_data": computed},
+            "dtype": {"_type": "torch.dtype", "_data": item.computed},
         },
         "_tensor_data_names": ["qdata", "scale"],
     }

@@ -129,6 +129,32 @@ def test_torchao_weights_are_computed_with_in_the_dtype_of_the_others(source: Pa
         assert loaded(torch.ones(1, 4, 8, 8, dtype=torch.bfloat16), **call).sample.isfinite().all()
 
 
+@pytest.mark.parametrize(
+    "kept", [(), ("--cast", "{*.norm2,*.scale_shift_table,scale_shift_table,*.time_embedder.*.bias}=f32")]
+)
+def test_layer_that_diffusers_keeps_in_float32_computes_so_with_its_codes(
+    torchao: Any, tmp_path: Path, kept: tuple[str, ...]
+) -> None:
+    import diffusers
+
+    torch.manual_seed(0)
+    sizes = {"num_attention_heads": 2, "attention_head_dim": 12, "in_channels": 4, "out_channels": 4, "text_dim": 16}
+    made = diffusers.WanTransformer3DModel(
+        patch_size=(1, 2, 2), freq_dim=16, ffn_dim=32, num_layers=1, rope_max_seq_len=32, **sizes
+    )
+    made.save_pretrained(tmp_path / "wan")
+    rules = ("--cast", "*=bf16", "--cast", "type:Linear=fp8", "--cast", "*.bias=bf16", *kept)
+    assert engine("export", tmp_path / "wan", *rules, "-o", tmp_path / "out") == 0
+    assert "dtype=torch.bfloat16" in (tmp_path / "out" / "README.md").read_text()
+    loaded = diffusers.WanTransformer3DModel.from_pretrained(tmp_path / "out", dtype=torch.bfloat16)
+    layer, before = (module.condition_embedder.time_embedder.linear_1.weight.detach() for module in (loaded, made))
+    assert layer.dtype == torch.float32
+    assert torch.equal(layer.dequantize(), rounded(before, "fp8"))
+    latents, text = torch.ones(1, 4, 1, 4, 4, dtype=torch.bfloat16), torch.ones(1, 5, 16, dtype=torch.bfloat16)
+    with torch.no_grad():
+        assert loaded(latents, torch.tensor([3]), text).sample.isfinite().all()
+
+
 def test_pipeline_with_scales_in_all_components_makes_a_picture_in_diffusers(torchao: Any, tmp_path: Path) -> None:
     import diffusers
     from tests.helpers import pipelines
