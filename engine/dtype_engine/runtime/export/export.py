@@ -10,6 +10,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from msgspec import structs
+
 from dtype_engine.checkpoint import refuse_changed, unchanged
 from dtype_engine.checkpoint.export_folder import check_folder, is_one_file
 from dtype_engine.checkpoint.schemes.own import SCALED_KEY, SHAPE_KEY
@@ -202,7 +204,8 @@ def shards(contents: Contents, max_shard_size: int | str) -> dict[Part, Files]:
     for item in contents.items:
         part = max((part for part in by_part if item.name.startswith(part.prefix)), key=lambda part: len(part.prefix))
         local = item.name.removeprefix(part.prefix)
-        by_part[part][local] = dataclasses.replace(item, name=local)
+        copies = tuple(structs.replace(each, name=each.name.removeprefix(part.prefix)) for each in item.copies)
+        by_part[part][local] = dataclasses.replace(item, name=local, copies=copies)
     return {part: _split(part, items, max_shard_size) for part, items in by_part.items()}
 
 

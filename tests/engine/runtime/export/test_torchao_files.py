@@ -176,6 +176,17 @@ def test_pipeline_with_scales_in_all_components_makes_a_picture_in_diffusers(tor
     picture = pipeline("a b", num_inference_steps=1, height=32, width=32, output_type="pt").images
     assert picture.isfinite().all()
     assert engine("verify", out, "--against", tmp_path / "flux") == 0
+    ours = de.open(str(out)).tree.tensors
+    assert ours["transformer.proj_out.weight"].dtype == "torchao:e4m3@channel"
+    for copy, rules in (("same", ()), ("plain", ("--cast", "*=f32"))):
+        again = tmp_path / copy
+        assert engine("export", out, *rules, "-o", again) == 0
+        assert engine("verify", again, "--against", out) == 0
+        second = diffusers.FluxPipeline.from_pretrained(again, dtype=torch.bfloat16)
+        assert hasattr(second.transformer.proj_out.weight, "qdata") == (copy == "same")
+        values = decoded(second.text_encoder)
+        for name, weight in decoded(pipeline.text_encoder).items():
+            assert torch.equal(values[name], weight), (copy, name)
 
 
 def test_verify_finds_changed_codes_and_scales_in_torchao_files(
