@@ -15,6 +15,7 @@ from safetensors.torch import save_file
 from tests.helpers.exporting import engine, read
 
 import dtype_engine as de
+from dtype_engine.checkpoint import open_checkpoint
 
 SIZES = {
     "num_attention_heads": 2, "attention_head_dim": 16, "in_channels": 4, "out_channels": 8, "num_layers": 2, "sample_size": 8,
@@ -278,3 +279,29 @@ def test_copied_torchao_weights_keep_the_names_of_all_tensors_beside_them(tmp_pa
     assert written.keys() == tensors.keys()
     names = json.loads(metadata["tensor_names"])
     assert {name: metadata[name] for name in names} == texts
+
+
+def test_pipeline_with_torchao_weights_is_read_and_copied_without_diffusers(tmp_path: Path) -> None:
+    source, out = tmp_path / "source", tmp_path / "out"
+    (source / "unet").mkdir(parents=True)
+    (source / "model_index.json").write_text(json.dumps({"_class_name": "X", "unet": ["diffusers", "Y"]}))
+    (source / "unet" / "config.json").write_text(
+        '{"_class_name": "Y", "quantization_config": {"quant_method": "torchao"}}'
+    )
+    described = {"_type": "Int8Tensor", "_data": {"block_size": [1, 8]}, "_tensor_data_names": ["qdata", "scale"]}
+    tensors = {"m._weight_qdata": torch.ones(4, 8, dtype=torch.int8), "m._weight_scale": torch.ones(4, 1)}
+    file = "unet/diffusion_pytorch_model.safetensors"
+    save_file(tensors, source / file, {"m.weight": json.dumps(described), "tensor_names": '["m.weight"]'})
+    assert {name: tensor.dtype for name, tensor in open_checkpoint(source).weights.items()} == {
+        "unet.m.weight": "torchao:int8@channel"
+    }
+    assert engine("export", source, "-o", out) == 0
+    written, metadata = read(out / file)
+    assert all(torch.equal(written[name], tensor) for name, tensor in tensors.items())
+    assert json.loads(metadata["m.weight"]) == described
+    assert (out / "unet" / "config.json").read_bytes() == (source / "unet" / "config.json").read_bytes()
+    assert engine("verify", out, "--against", source) == 0
+    assert engine("export", source, "--cast", "*=bf16", "-o", tmp_path / "plain") == 0
+    written, _ = read(tmp_path / "plain" / file)
+    assert torch.equal(written["m.weight"], torch.ones(4, 8, dtype=torch.bfloat16))
+    assert "quantization_config" not in (tmp_path / "plain" / "unet" / "config.json").read_text()
