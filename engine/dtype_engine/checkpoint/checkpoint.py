@@ -121,8 +121,8 @@ class Checkpoint:
         if self.form == "gguf":
             return self._of_gguf[0]
         found = dict(self._own)
-        has_codes = any(tensor.dtype not in NOT_CODES for tensor in self.foreign.values())
-        if has_codes and self.form in ("safetensors", "diffusers"):
+        may_have = self.form in ("safetensors", "diffusers")
+        if may_have and any(tensor.dtype not in NOT_CODES for tensor in self.foreign.values()):
             from dtype_engine.checkpoint.schemes.registry import read_coded  # most checkpoints are shown without it
 
             if self.form == "safetensors":
