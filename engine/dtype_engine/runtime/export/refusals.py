@@ -21,7 +21,7 @@ def refuse_scales(layout: Layout, items: Sequence[ExportTensor], linears: Sequen
     if layout.kind == "model":
         return
     for item in items:
-        if not item.has_scales or item.copied or item.file_layout is not None:
+        if not item.has_scales or item.dtype == item.stored or item.file_layout is not None:
             continue
         loader = "PEFT" if layout.kind == "adapter" else "diffusers"
         why = "" if layout.kind == "adapter" else f" here: {_why_not_torchao(item, linears)}"
