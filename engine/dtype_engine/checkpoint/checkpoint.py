@@ -8,6 +8,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from msgspec.structs import replace
+
 from dtype_engine.checkpoint.file_identity import FileIdentity
 from dtype_engine.checkpoint.kv_cache import kv_cache
 from dtype_engine.checkpoint.packed_weights import NOT_CODES, output_scales, parameters_meant, quantized_parts
@@ -119,10 +121,19 @@ class Checkpoint:
         if self.form == "gguf":
             return self._of_gguf[0]
         found = dict(self._own)
-        if self.form == "safetensors" and any(tensor.dtype not in NOT_CODES for tensor in self.foreign.values()):
+        may_have = self.form in ("safetensors", "diffusers")
+        if may_have and any(tensor.dtype not in NOT_CODES for tensor in self.foreign.values()):
             from dtype_engine.checkpoint.schemes.registry import read_coded  # most checkpoints are shown without it
 
-            found |= read_coded(self.foreign, self.config, self.metadata)
+            if self.form == "safetensors":
+                found |= read_coded(self.foreign, self.config, self.metadata)
+            for part in (
+                self.components
+            ):  # each is a checkpoint of its own, without the prefix in its configuration and metadata
+                start = len(part.prefix)
+                own = {name[start:]: tensor for name, tensor in self.foreign.items() if name.startswith(part.prefix)}
+                for name, weight in read_coded(own, part.config, part.metadata).items():
+                    found[part.prefix + name] = replace(weight, name=part.prefix + name)
         found |= self.merged.weights if self.merged is not None else {}
         return found | {alias: found[first] for alias, first in self.aliases.items() if first in found}
 

@@ -66,7 +66,7 @@ _TENSOR_BYTES = 1 << 30
     show_default=True,
     help="The layout of weights with scales, for the programs that read it. "
     + "; ".join(f"{each.name} is {each.words}" for each in FILE_LAYOUTS.values())
-    + ".",
+    + ". Models of diffusers always have torchao's.",
 )
 @json_option
 def export(

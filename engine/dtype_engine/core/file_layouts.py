@@ -2,7 +2,7 @@
 
 In `compressed-tensors`, the first, the tensors are those of `block_formats.parts`, and formats that it lacks have a layout of this
 program alone. The others hold fewer formats. `runtime/export/file_layout.py` writes them, and `runtime/verify/file_layout.py` reads
-them to verify an export.
+them to verify an export. diffusers reads `TORCHAO` alone, so its models have no other (`runtime/export/torchao_files.py`).
 """
 
 from __future__ import annotations
@@ -34,6 +34,8 @@ class FileLayout(msgspec.Struct, frozen=True):
     """A function of (shape, format) that returns why the layout can't hold the weight of a linear layer, or ""."""
     subtracted: int = 0
     """What is subtracted from each zero point before it is stored."""
+    packed: bool = True
+    """Whether the codes are in words. If not, the tensors hold the values of those of compressed-tensors, under other names."""
 
 
 def _gptq_parts(shape: Sequence[int], dtype: str) -> tuple[Part, ...]:
@@ -77,8 +79,23 @@ def _first_gptq_refusal(shape: Sequence[int], dtype: str) -> str:
     return _gptq_refusal(shape, dtype)
 
 
+def _torchao_parts(shape: Sequence[int], dtype: str) -> tuple[Part, ...]:
+    """Return the tensors of torchao's layout for `Int8Tensor` and `Float8Tensor` (`flatten_tensor_state_dict` in
+    `torchao/prototype/safetensors/safetensors_support.py`): codes [out, in], scales [out, 1], or [1, 1] for the whole weight.
+    """
+    row = dtypes.BY_NAME[dtype]
+    scales = (1 if row.per_tensor else shape[0], 1)
+    return _part("_weight_qdata", row.torch_name, tuple(shape)), _part("_weight_scale", "float32", scales)
+
+
+def _torchao_refusal(shape: Sequence[int], dtype: str) -> str:
+    return "" if dtypes.BY_NAME[dtype].blocks is None else "it holds one scale for each output or for the whole weight"
+
+
 COMPRESSED_TENSORS = "compressed-tensors"
 """The layout of an export unless another is named."""
+TORCHAO = FileLayout("torchao", "torchao's layout", _torchao_parts, _torchao_refusal, packed=False)
+"""The layout of every export that diffusers loads."""
 FILE_LAYOUTS = {
     each.name: each
     for each in (

@@ -13,6 +13,7 @@ from dtype_engine.recipe.schemes import activation_scheme, layout, weight_scheme
 from dtype_engine.runtime.export.contents import Contents, own_layout
 from dtype_engine.runtime.export.experts import misread, targets_of
 from dtype_engine.runtime.export.gptq_settings import gptq_settings, why_not_transformers
+from dtype_engine.runtime.export.layout import NAMES_DTYPE
 
 
 def export_dtype(contents: Contents) -> str:
@@ -56,8 +57,9 @@ def changed_configs(contents: Contents) -> dict[str, dict[str, Any]]:
     for part in contents.layout.parts:
         if part.config is not None:
             of_part = (item.dtype for item in contents.items if item.name.startswith(part.prefix))
-            config = configs[f"{part.folder}/config.json"] = copy.deepcopy(part.config)
-            _set_dtype(config, dtypes.widest(of_part))
+            config = configs[part.path("config.json")] = copy.deepcopy(part.config)
+            if NAMES_DTYPE.intersection(config):
+                _set_dtype(config, dtypes.widest(of_part))
     return configs
 
 

@@ -123,6 +123,9 @@ class ExportTensor:
     file_layout: FileLayout | None = None
     """The layout of a weight with scales, or None for that of compressed-tensors or of this program."""
 
+    computed: str = ""
+    """The dtype of its values for torchao, which computes with them, if the weight is in torchao's layout."""
+
     of_draft: bool = False
     """Whether it belongs to a draft head, which transformers does not load."""
 

@@ -10,6 +10,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from msgspec import structs
+
 from dtype_engine.checkpoint import refuse_changed, unchanged
 from dtype_engine.checkpoint.export_folder import check_folder, is_one_file
 from dtype_engine.checkpoint.schemes.own import SCALED_KEY, SHAPE_KEY
@@ -31,6 +33,7 @@ from dtype_engine.runtime.export.one_file import export_file
 from dtype_engine.runtime.export.readme import by_dtype, readme
 from dtype_engine.runtime.export.rounded import refuse_unfitted
 from dtype_engine.runtime.export.staging import copy_sidecars, staged
+from dtype_engine.runtime.export.torchao_files import torchao_metadata
 from dtype_engine.runtime.export.write import OnBytes, Progress, copy_file, write_file
 
 SHARD_SIZE = "5GB"
@@ -143,8 +146,10 @@ def _write_weights(
     for part, by_file in files.items():
         folder = stage / part.folder
         lossy: list[ValueLoss] | None = [] if counting else None
+        described = torchao_metadata(part, [item for items in by_file.values() for item in items])
         for name, items in by_file.items():
-            write_file(folder / name, items, _metadata(part, items, contents.tied), progress, lossy)
+            metadata = _metadata(part, items, contents.tied) | described
+            write_file(folder / name, items, metadata, progress, lossy)
         counted += [dataclasses.replace(loss, tensor=part.prefix + loss.tensor) for loss in lossy or ()]
         if len(by_file) > 1:
             (folder / f"{part.stem}.safetensors.index.json").write_text(_index(by_file), encoding="utf-8")
@@ -199,7 +204,8 @@ def shards(contents: Contents, max_shard_size: int | str) -> dict[Part, Files]:
     for item in contents.items:
         part = max((part for part in by_part if item.name.startswith(part.prefix)), key=lambda part: len(part.prefix))
         local = item.name.removeprefix(part.prefix)
-        by_part[part][local] = dataclasses.replace(item, name=local)
+        copies = tuple(structs.replace(each, name=each.name.removeprefix(part.prefix)) for each in item.copies)
+        by_part[part][local] = dataclasses.replace(item, name=local, copies=copies)
     return {part: _split(part, items, max_shard_size) for part, items in by_part.items()}
 
 

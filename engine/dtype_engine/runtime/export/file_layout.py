@@ -26,6 +26,8 @@ def in_layout(contents: Contents, name: str) -> Contents:
         raise UserError(f"there is no layout {printable(name)!r}; the layouts are {known}")
     if not any(item.has_scales for item in contents.items):
         return contents
+    if contents.layout.kind != "model":
+        raise UserError(f"diffusers, which loads this, does not read the layout {name}: leave the layout out")
     if contents.cache_scheme is not None or contents.has_cache_formats:
         raise UserError(f"the layout {name} holds no scales of KV caches: leave out the rules for them, or this layout")
     if contents.config is None:

@@ -12,6 +12,7 @@ import torch
 from dtype_engine.checkpoint import Checkpoint
 from dtype_engine.core import dtypes
 from dtype_engine.core.errors import UserError
+from dtype_engine.core.file_layouts import TORCHAO
 from dtype_engine.core.options import RunSettings
 from dtype_engine.core.text import printable
 from dtype_engine.recipe.schemes import DESCRIBED, keeps_input_scale
@@ -103,6 +104,11 @@ def activation_notices(items: Sequence[ExportTensor], settings: RunSettings) -> 
     if settings.quantize_activations == "none":
         return ()
     notices = []
+    if plain := sorted({item.dtype for item in written if item.file_layout is TORCHAO}):
+        notices.append(
+            f"activations of weights in {', '.join(plain)} will not be quantized by diffusers, although they were measured so: the "
+            "export has torchao's layout for weights alone"
+        )
     if wide := sorted({item.dtype for item in written if not dtypes.quantizes_activations(item.dtype)}):
         notices.append(
             f"activations of weights in {', '.join(wide)} are not quantized, which is how they were measured"

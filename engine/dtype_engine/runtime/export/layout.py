@@ -39,6 +39,8 @@ _WEIGHTS = (
     ".tflite",
 )
 _TOP = ("*.py", PIPELINE_INDEX, ADAPTER_CONFIG, *ALONG)
+NAMES_DTYPE = frozenset({"model_type", "dtype", "torch_dtype"})
+"""The entries of a component's config.json, any of which says that the loader takes the dtype from there."""
 _OURS = ("README.md", "recipe.yaml")
 _MOST_NAMED = 5
 
@@ -56,8 +58,14 @@ class Part:
     one_file: bool = False
     """Whether all weights must be in a single file, because the loader of this folder does not support shards."""
     config: dict[str, Any] | None = None
-    """The content of this folder's `config.json`, if the cast changes the dtype that it names."""
+    """The content of this folder's `config.json`, if the cast changes the dtype or the quantization that it names."""
     metadata: Mapping[str, str] = field(default_factory=dict)
+    loaded: str = ""
+    """The dtype with which to load the model in this folder, if the folder has weights in torchao's layout."""
+
+    def path(self, name: str) -> str:
+        """Return the path of this folder's file `name` in the export."""
+        return f"{self.folder}/{name}" if self.folder else name
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,7 +138,7 @@ def _pipeline(checkpoint: Checkpoint) -> Layout:
                 as_they_are.append(name)
             continue
         # transformers loads a model in the dtype that its config.json names, so that has to change with the cast.
-        named = {"model_type", "dtype", "torch_dtype"}.intersection(component.config or ())
+        named = NAMES_DTYPE.intersection(component.config or ())
         config = component.config if named else None
         copy.without_weights(component, with_config=config is None)
         parts.append(Part(name, component.prefix, component.stem, False, config, component.metadata))

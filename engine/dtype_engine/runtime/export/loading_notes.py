@@ -16,6 +16,11 @@ from dtype_engine.runtime.export.contents import Contents
 def short(contents: Contents) -> str:
     """Return one or two sentences on the dtypes that the user gets by loading the export with diffusers or PEFT."""
     class_name = contents.layout.class_name
+    if _dtypes_of_torchao(contents):
+        return (
+            f"{class_name}.from_pretrained(folder, {_dtype_argument(contents)}) of diffusers loads it, with the torchao package: "
+            "its weights with scales are in torchao's layout. dtype_engine.load_pretrained decodes them."
+        )
     if contents.layout.kind == "pipeline":
         return (
             f"{class_name}.from_pretrained of diffusers loads it: models of diffusers in float32 or a given dtype, those of "
@@ -52,6 +57,27 @@ _PASSED = (
 )
 
 
+def _dtypes_of_torchao(contents: Contents) -> dict[str, str]:
+    """Return the dtypes with which to load the models that have weights in torchao's layout, by their folders."""
+    return {part.folder: part.loaded for part in contents.layout.parts if part.loaded}
+
+
+def _dtype_argument(contents: Contents) -> str:
+    """Return the argument with which diffusers loads these models in these dtypes."""
+    by_folder = _dtypes_of_torchao(contents)
+    if len(set(by_folder.values())) == 1:
+        return f"dtype=torch.{next(iter(by_folder.values()))}"
+    return f"dtype={{{', '.join(f'{quoted(folder)}: torch.{dtype}' for folder, dtype in by_folder.items())}}}"
+
+
+_TORCHAO = (
+    "needs the torchao package (tried: diffusers 0.42 with torchao 0.18): the weights with scales are in torchao's layout. They",
+    "keep their codes and scales, and torchao computes with their values in the `dtype` that you pass (`torch_dtype` in older",
+    "versions). With another one, or none, a layer with a weight in fp8 may raise an error.",
+)
+_DECODED = ("This gives the weights with scales as decoded values, and all others in the dtype of the table:",)
+
+
 def _is_mixed(contents: Contents) -> bool:
     return len({item.dtype for item in contents.items if item.dtype in COMPUTE_DTYPES}) > 1
 
@@ -59,17 +85,20 @@ def _is_mixed(contents: Contents) -> bool:
 def section(contents: Contents, name: str) -> list[str]:
     """Return the lines of the README's section on loading with diffusers or PEFT. name: the name of the export's folder."""
     if contents.layout.kind == "pipeline":
-        return _pipeline(contents.layout.class_name, name) + _otherwise(contents)
+        return _pipeline(contents, name) + _otherwise(contents)
     if contents.layout.kind == "adapter":
         return _adapter(contents.layout.base, name)
     class_name = contents.layout.class_name
-    given, words = ".float()" if _is_mixed(contents) else "", _MIXED if _is_mixed(contents) else _UNIFORM
+    given = ".float()" if _is_mixed(contents) else ""
+    words: tuple[str, ...] = _MIXED if _is_mixed(contents) else _UNIFORM
     arguments = quoted(name)
-    if contents.passed:
+    if _dtypes_of_torchao(contents):
+        arguments, given, words = f"{arguments}, {_dtype_argument(contents)}", "", (*_TORCHAO, "", *_DECODED)
+    elif contents.passed:
         arguments, given, words = f"{arguments}, dtype=torch.{contents.passed}", "", _PASSED
     return [
         *python_lines(
-            *(["import torch"] if contents.passed else []),
+            *(["import torch"] if "torch." in arguments else []),
             f"from diffusers import {class_name}",
             "",
             f"model = {class_name}.from_pretrained({arguments}){given}",
@@ -90,18 +119,25 @@ def _otherwise(contents: Contents) -> list[str]:
     return [line for each in contents.otherwise for line in ("", f"{escaped(each)}.")]
 
 
-def _pipeline(class_name: str, name: str) -> list[str]:
+def _pipeline(contents: Contents, name: str) -> list[str]:
+    class_name, of_torchao = contents.layout.class_name, _dtypes_of_torchao(contents)
+    arguments = f"{quoted(name)}, {_dtype_argument(contents)}" if of_torchao else quoted(name)
     return [
         *python_lines(
-            f"from diffusers import {class_name}", "", f"pipeline = {class_name}.from_pretrained({quoted(name)})"
+            *(["import torch"] if of_torchao else []),
+            f"from diffusers import {class_name}",
+            "",
+            f"pipeline = {class_name}.from_pretrained({arguments})",
         ),
         "",
+        *([*_TORCHAO, ""] if of_torchao else []),
         "It is a diffusers pipeline in the layout of its source: every component is in its folder, with its configuration.",
         "diffusers loads each of its own models in one dtype: float32, or the `dtype` that you pass (`torch_dtype` in older",
         "versions), which may be a dict by component, and keeps in float32 what the code of some models requires. Components of",
         "transformers are loaded in the dtype that their `config.json` names, which holds all their values exactly.",
         "",
-        "This gives every weight in the dtype of the table, for a component of transformers and one of diffusers:",
+        "This gives every weight in the dtype of the table, for a component of transformers and one of diffusers"
+        + (", and decodes those with scales:" if of_torchao else ":"),
         "",
         *python_lines(
             "import dtype_engine as de",

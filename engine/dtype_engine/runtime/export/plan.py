@@ -40,6 +40,7 @@ from dtype_engine.runtime.export.notices import (
 from dtype_engine.runtime.export.refusals import refuse_scales, refuse_unstored, refuse_unwritable
 from dtype_engine.runtime.export.rounded import RoundedSource, unrounded, with_roundings
 from dtype_engine.runtime.export.shared_scales import with_packed_scales, with_shared_scales
+from dtype_engine.runtime.export.torchao_files import in_torchao_layout, loaded_dtypes, with_torchao_settings
 from dtype_engine.runtime.model.live import LiveModel
 from dtype_engine.runtime.model.name_mapping import Placement, map_names, without_place
 from dtype_engine.runtime.model.stored_tree import same_values
@@ -182,11 +183,13 @@ def _placed_contents(
     folder = checkpoint.folder if checkpoint.path.is_dir() or checkpoint.config is not None else None
     files = (checkpoint.path, *checkpoint.files)
     layout = layout_of(checkpoint)
+    loaded, loaders = loaded_dtypes(layout, items, tree, infos), _loaders(checkpoint)
+    items = in_torchao_layout(items, loaded, loaders, tree, infos)
     refuse_unstored(items)
-    refuse_scales(layout, items)
+    refuse_scales(layout, items, linears)
     refuse_unwritable(checkpoint, items)
     otherwise = unwritten_notice(tree, planned)
-    for prefix, of_diffusers in _loaders(checkpoint):
+    for prefix, of_diffusers in loaders:
         of_model = [item for item in items if item.name.startswith(prefix)]
         otherwise += kept_wide_notice(tree, of_model, infos, of_diffusers)
     notices = (
@@ -203,6 +206,7 @@ def _placed_contents(
         *layout.notices,
     )
     layout = layout_beside(layout, checkpoint, items)
+    layout = with_torchao_settings(layout, checkpoint, config, items, linears, loaded)
     return Contents(
         title, _checked(items), recipe, config, folder, (*linears, *of_experts), notices, files, layout,
         checkpoint.identities, tied, settings, otherwise=otherwise,

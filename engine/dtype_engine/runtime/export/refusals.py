@@ -9,24 +9,41 @@ from dtype_engine.core import dtypes
 from dtype_engine.core.errors import UserError
 from dtype_engine.core.llama_types import ONLY_GGUF, llama_type
 from dtype_engine.core.text import printable
+from dtype_engine.recipe.schemes import PER_CHANNEL
 from dtype_engine.runtime.export.contents import ExportTensor
 from dtype_engine.runtime.export.layout import Layout
 
 
-def refuse_scales(layout: Layout, items: Sequence[ExportTensor]) -> None:
-    """Raise UserError if a weight in an export for diffusers or PEFT would be stored with scales, which they can't load."""
+def refuse_scales(layout: Layout, items: Sequence[ExportTensor], linears: Sequence[str]) -> None:
+    """Raise UserError if a weight in an export for diffusers or PEFT would be stored with scales that they can't load. linears: the
+    names of the model's linear modules.
+    """
     if layout.kind == "model":
         return
-    loader, but = "PEFT", ""
-    if layout.kind != "adapter":
-        loader = "diffusers"
-        but = " but those of its quantizers (torchao, quanto, bitsandbytes), which export does not write"
     for item in items:
-        if item.has_scales and item.dtype != item.stored:
-            raise UserError(
-                f"{loader}, which loads this, has no format for weights in {item.dtype} with scales{but}, and "
-                f"{printable(item.name)} would be one; cast to one of {', '.join(dtypes.COMPUTE_DTYPES)}, or leave it as stored"
-            )
+        if not item.has_scales or item.dtype == item.stored or item.file_layout is not None:
+            continue
+        loader = "PEFT" if layout.kind == "adapter" else "diffusers"
+        why = "" if layout.kind == "adapter" else f" here: {_why_not_torchao(item, linears)}"
+        raise UserError(
+            f"{loader}, which loads this, has no format for weights in {item.dtype} with scales{why}, and {printable(item.name)} "
+            f"would be one; cast to one of {', '.join(dtypes.COMPUTE_DTYPES)}, or leave it as stored"
+        )
+
+
+def _why_not_torchao(item: ExportTensor, linears: Sequence[str]) -> str:
+    """Return why torchao's layout, the one that diffusers reads, can't hold a weight."""
+    formats = ", ".join(map(dtypes.short_name, PER_CHANNEL))
+    if item.dtype not in PER_CHANNEL:
+        return f"it reads {formats} in torchao's layout"
+    if not linears:
+        return (
+            "it reads scales of linear layers, and without the diffusers package nothing says which layers are linear"
+        )
+    return (
+        "it reads scales of weights of linear layers that are not tied, as the rules "
+        f"type:Linear={dtypes.short_name(item.dtype)} and then *.bias=stored give them"
+    )
 
 
 def refuse_unstored(items: Sequence[ExportTensor]) -> None:

@@ -161,7 +161,7 @@ def _write_item(out: _Target, starts: Mapping[str, int], lost: list[ValueLoss] |
     stored: torch.Tensor | Pieces = item.source.read() if item.source.plain else Pieces(item.source)
     values, given = (stored, None) if item.rounded is None else item.rounded.read()
     counter = LossCounter(item.name, stored, item.dtype) if lost is not None and item.dtype != item.stored else None
-    if item.file_layout is not None:
+    if item.file_layout is not None and item.file_layout.packed:
         see = ignore if counter is None else counter.see
         for tensor, at in zip(gptq_tensors(values, item, given, see), offsets, strict=True):
             _write_bytes(tensor, out, at)

@@ -47,7 +47,7 @@ def read_export(folder: Path, copied: frozenset[str] = frozenset()) -> ExportedV
                 handle: Any = safe_open(file, framework="pt")
                 for key, value in (handle.metadata() or {}).items():
                     name = key.removeprefix(SCALED_KEY)  # the rest of such a key is a tensor's name
-                    exported.metadata[key if name == key else SCALED_KEY + prefix + name] = value
+                    exported.metadata[key.removesuffix(name) + prefix + name] = value
                 for own_name in list(handle.keys()):
                     name = prefix + own_name
                     if name in held:

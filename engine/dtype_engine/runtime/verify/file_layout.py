@@ -1,4 +1,4 @@
-"""Reads the tensors of a weight in GPTQ's layout, to verify an export. It shares no code with what writes them."""
+"""Reads the tensors of a weight in the layouts of GPTQ and torchao, to verify an export, without the code that writes them."""
 
 from __future__ import annotations
 
@@ -7,7 +7,9 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
+from dtype_engine.checkpoint.schemes.small_tensors import json_object
 from dtype_engine.core import dtypes
+from dtype_engine.core.text import printable
 from dtype_engine.runtime.export.contents import ExportTensor
 
 
@@ -41,3 +43,20 @@ def as_compressed_tensors(
         if not (zeros.numpy().view(np.uint32) == word).all():
             problem = f"{zeros_name} has zero points other than the middle of the codes"
     return (*found, torch.tensor(item.shape, dtype=torch.int64)), problem
+
+
+def torchao_problem(item: ExportTensor, described: str | None) -> str | None:
+    """Return what is wrong with the description of a weight in the metadata of a file in torchao's layout, or None. described: the
+    text of this entry, or None if there is none.
+    """
+    row = dtypes.BY_NAME[item.dtype]
+    kind = {"int": "an Int8Tensor", "float": "a Float8Tensor"}[row.kind]
+    said = json_object(described or "")
+    if kind.split()[1] != said.get("_type"):
+        return f"should be {kind}, and the file says {printable(str(said['_type'])) if '_type' in said else 'nothing of it'}"
+    data = said.get("_data")
+    block = data.get("block_size") if isinstance(data, dict) else None
+    rows, columns = item.shape
+    if block != (expected := [rows if row.per_tensor else 1, columns]):
+        return f"should have a scale for {expected} values, and the file says {printable(str(block))}"
+    return None

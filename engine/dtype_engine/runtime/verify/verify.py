@@ -18,6 +18,7 @@ from dtype_engine.checkpoint.source import Source
 from dtype_engine.core import dtypes
 from dtype_engine.core.cancellation import IsCancelled, never
 from dtype_engine.core.errors import Cancelled, UserError
+from dtype_engine.core.file_layouts import TORCHAO
 from dtype_engine.core.options import Options
 from dtype_engine.core.text import printable
 from dtype_engine.core.units import plural
@@ -29,7 +30,7 @@ from dtype_engine.runtime.export.plan import of_checkpoint
 from dtype_engine.runtime.export.write import OnBytes
 from dtype_engine.runtime.formats.dequantize import dtype_name, torch_dtype
 from dtype_engine.runtime.verify.exported_values import ExportedValues, read_export
-from dtype_engine.runtime.verify.file_layout import as_compressed_tensors
+from dtype_engine.runtime.verify.file_layout import as_compressed_tensors, torchao_problem
 from dtype_engine.runtime.verify.foreign import bits_of, count_differing
 from dtype_engine.runtime.verify.independent_block_formats import finite_largest, quantize_blocks_independently
 from dtype_engine.runtime.verify.independent_scales import quantize_independently
@@ -87,6 +88,8 @@ class OpenExport:
         recorded = self.exported.metadata.get(SCALED_KEY + item.name)
         if item.has_scales and item.file_layout is None and recorded != item.dtype:
             return f"should be {item.dtype}, and the file says {recorded or 'nothing about scales'}"
+        if item.file_layout is TORCHAO and (problem := torchao_problem(item, self.exported.metadata.get(item.name))):
+            return problem
         missing = next((name for name in _names_read(item) if name not in self.source.names), None)
         if missing is not None:
             return f"is not in the source as {missing}"
@@ -108,7 +111,8 @@ class OpenExport:
         """
         entries = item.entries if item.input_scale is None else item.entries[:-1]
         held = [self.exported.read[entry.name]() for entry in entries]
-        return (held, None) if item.file_layout is None else as_compressed_tensors(item, held)
+        packed = item.file_layout is not None and item.file_layout.packed
+        return as_compressed_tensors(item, held) if packed else (held, None)
 
     def _scale_problem(self, entry: TensorEntry, item: ExportTensor) -> str | None:
         """Return what is wrong with the exported scale of a layer's inputs (`entry`), or None. If the weight is exported as stored
