@@ -20,8 +20,6 @@ from dtype_engine.core.errors import UserError
 from dtype_engine.core.input_limits import InputLimits
 from dtype_engine.core.text import printable
 from dtype_engine.core.units import human_bytes
-from dtype_engine.runtime.export.contents import TensorEntry
-from dtype_engine.runtime.export.write import header
 from dtype_engine.runtime.formats.dequantize import dtype_name, torch_dtype
 from dtype_engine.runtime.logits.outputs import LogitsFile, Outputs
 from dtype_engine.runtime.weights.files import read_range
@@ -96,6 +94,9 @@ def write_own(
     each sequence. logits: [positions, classes] of each sequence, all of one dtype, which the file has, too; float64 becomes
     float32. Raises UserError if the file can't be written or does not fit on the disk; nothing is then written.
     """
+    from dtype_engine.runtime.export.contents import TensorEntry  # what only reads such files does without all of it
+    from dtype_engine.runtime.export.write import header
+
     path = check_target(path, replace)
     source = iter(logits)
     first = _stored(next(source))

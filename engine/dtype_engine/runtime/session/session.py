@@ -23,8 +23,6 @@ from dtype_engine.core.tree import Tree
 from dtype_engine.core.units import human_bytes
 from dtype_engine.recipe import Plan, Recipe, Rule, make_plan
 from dtype_engine.recipe.minimize import minimize
-from dtype_engine.recipe.served import Served, served
-from dtype_engine.recipe.targets.base import Context
 from dtype_engine.reports.notebook import drift_html, drift_repr, scan_html, session_html, tree_html
 from dtype_engine.results.attribution import (
     AttributionReport,
@@ -99,6 +97,7 @@ from dtype_engine.search.sensitivity import predict
 if TYPE_CHECKING:
     import torch
 
+    from dtype_engine.recipe.served import Served
     from dtype_engine.runtime.export import Contents
 
 # Results do not define how they show themselves, because they must not import the code that writes reports.
@@ -287,6 +286,9 @@ class Session:
         ('*=bfloat16', 'weights')
         >>> session.apply(served.recipe)
         """
+        from dtype_engine.recipe.served import served  # few sessions need the tables of other programs
+        from dtype_engine.recipe.targets.base import Context
+
         plan = self.plan if recipe is None else make_plan(self.tree, recipe)
         return served(Context(self.tree, plan, self.model.title, activations="weights"), runtime)
 
@@ -468,6 +470,7 @@ class Session:
         >>> session.imatrix()[:4]
         b'GGUF'
         """
+        from dtype_engine.recipe.targets.base import Context
         from dtype_engine.runtime.session.imatrix import imatrix_file
 
         if self._statistics is None:
