@@ -128,6 +128,12 @@ def e2m1_pairs(high_first: bool = False) -> torch.Tensor:
     return pairs(float_values("nvfp4"), high_first)
 
 
+@cache
+def int4_pairs() -> torch.Tensor:
+    """Return the table that `pairs` makes for integers of 4 bits in two's complement."""
+    return pairs(torch.arange(16).bitwise_xor(8).sub(8).to(torch.float32))
+
+
 def write_plain(codes: torch.Tensor, out: torch.Tensor) -> None:
     """Convert int8 or float8 codes to float32 and write them to `out`, of the same shape. The common float8 dtypes are converted by
     bit operations, because torch's own conversion takes five times as long.
