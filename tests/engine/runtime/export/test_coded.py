@@ -25,6 +25,7 @@ MADE: dict[str, Callable[[], Case]] = {
     "AWQ": quantizers.awq,
     "bitsandbytes": lambda: quantizers.bnb_4bit(nested=True),
     "HQQ": quantizers.hqq,
+    "SINQ": quantizers.sinq,
     "MLX": quantizers.mlx_affine,
     "MLX, stacked experts": quantizers.mlx_experts,
     "torchao": quantizers.torchao_swizzled,
