@@ -573,7 +573,8 @@ def quantized(folder: Path, make: Callable[[], Case]) -> Made:
     stored[next(iter(values))] += _bytes_of("", parts) - sum(stored.values())
     held = {name: tensor for name, tensor in plain.items() if name not in values} | parts
     config = json.loads((target / "config.json").read_text()) | _renamed(case.config)
-    Case(held, {}, "", config, _renamed(case.metadata), _renamed(case.hf_quant_config)).save(target)
+    beside = _renamed(case.beside)
+    Case(held, {}, "", config, _renamed(case.metadata), _renamed(case.hf_quant_config), beside).save(target)
     made = Made(
         str(target), plain | values, "codes and scales by hand", parameter_count(module), module=module, stored=stored,
         mixes=case.format.startswith(("mlx", "comfy", "sdnq")),

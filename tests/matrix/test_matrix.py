@@ -25,7 +25,7 @@ _SCHEMES = (
     "mlx experts", "torchao int8", "torchao nvfp4", "quanto int8", "ct int4 with zero points", "ct int4 stacked", "ct nvfp4",
     "modelopt nvfp4 with factors", "modelopt mixed", "deepseek", "gpt-oss", "comfy scaled_fp8", "comfy nvfp4", "quark int4",
     "gptq 5 bits in planes", "ct nvfp4 with e5m3 scales", "modelopt nvfp4 with low rank", "auto-round mxfp4", "gemma int4",
-    "sdnq uint4 with low rank", "GGUF, with its model",
+    "sdnq uint4 with low rank", "sinq", "modelslim int8, static", "comfy int4 by a codebook", "GGUF, with its model",
 )  # fmt: skip
 """The schemes of the test run: at least one of each program's, and of each way to find its tensors. `make matrix` has all."""
 _ALL_WAYS = (

@@ -35,8 +35,11 @@ NO_WEIGHTS = "not-for-transformers--see-README.md.safetensors"
 in our own layout. No file has this name, so `from_pretrained` raises an error with the name.
 """
 OF_ADAPTERS = ("adapter_model.safetensors", "adapter_model.bin")
+_OF_MSMODELSLIM = re.compile(r"quant_model_weights?(_\w+)?\.safetensors(\.index\.json)?")
+"""Matches the names of msModelSlim's weights, which only Ascend's runtimes find."""
 _SHARD = re.compile(
-    r"(?P<stem>model|pytorch_model|diffusion_pytorch_model)(?P<variant>\.\w+)?-\d+-of-\d+(?P<late>\.\w+)?\.(?P<suffix>safetensors|bin)"
+    r"(?P<stem>model|pytorch_model|diffusion_pytorch_model|quant_model_weights?(_\w+)?)(?P<variant>\.\w+)?-\d+-of-\d+"
+    r"(?P<late>\.\w+)?\.(?P<suffix>safetensors|bin)"
 )
 _STEMS = ("model.", "pytorch_model.", "diffusion_pytorch_model.", *OF_ADAPTERS)
 
@@ -69,6 +72,7 @@ def weight_sets(names: Collection[str], config: Mapping[str, Any] | None) -> tup
     order = (OF_DIFFUSERS + OF_TRANSFORMERS if of_diffusers else OF_TRANSFORMERS + OF_DIFFUSERS) + OF_ADAPTERS
     named = None if of_diffusers else _named_by(config)
     plain = [WeightSet(name) for name in order if name in names and name != named]
+    plain += [WeightSet(name) for name in sorted(names) if _OF_MSMODELSLIM.fullmatch(name) and name != named]
     found = [WeightSet(named), *plain] if named is not None else plain
     for usual in order[: -len(OF_ADAPTERS)]:
         stem, suffix = usual.rsplit(".", 1)  # model.fp16.safetensors, model.safetensors.index.fp16.json

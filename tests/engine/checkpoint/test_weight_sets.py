@@ -275,3 +275,18 @@ def test_listed_model_size_counts_only_the_files_that_are_read(
     folder = several(names)
     (model,) = find_models(folder)
     assert model.nbytes == sum(file.stat().st_size for file in open_checkpoint(folder).files)
+
+
+@pytest.mark.parametrize(
+    "name", ["quant_model_weights.safetensors", "quant_model_weight_w8a8_dynamic.safetensors.index.json"]
+)
+def test_weights_of_msmodelslim_are_read_if_they_are_the_only_ones(name: str, tmp_path: Path) -> None:
+    tensors = {"a.weight": torch.ones(2, 3), "b.weight": torch.zeros(4)}
+    write_set(tmp_path, name, tensors)
+    (tmp_path / "config.json").write_text("{}")
+    checkpoint = open_checkpoint(tmp_path)
+    assert (checkpoint.tensors.keys(), checkpoint.passed_over) == (tensors.keys(), ())
+    write_set(tmp_path, "model.safetensors", {"c.weight": torch.ones(5)})
+    checkpoint = open_checkpoint(tmp_path)
+    assert checkpoint.tensors.keys() == {"c.weight"}
+    assert checkpoint.passed_over == (name,)

@@ -395,7 +395,49 @@ def _quark_int4(dtype: str, pack_method: str) -> Case:
     return Case(tensors, {"x.weight": right}, f"quark:{dtype}@g32", {"quantization_config": declared})
 
 
+def modelslim(kind: str, shape: tuple[int, int] = (21, 96), groups: int = 1, half: bool = True) -> Case:
+    """Return a weight as msModelSlim stores it. kind: its type in the file with the types of all tensors. half: whether the model
+    was in float16, so that the scale of products is stored as the bits of float32 in int64.
+    """
+    bits, random = 4 if kind.startswith("W4") else 8, _random(4)
+    codes = random.integers(-(1 << bits - 1), 1 << bits - 1, shape).astype(np.int8)
+    stored, scale = _scales((shape[0], groups))
+    tensors = {"weight": torch.from_numpy(codes)}
+    if kind in ("W8A8", "W8A8_MIX"):
+        of_inputs = torch.tensor([0.0371])
+        product = stored[:, 0] * of_inputs
+        bias = random.integers(-999, 999, shape[0]).astype(np.int32)
+        tensors |= {"input_scale": of_inputs, "input_offset": torch.tensor([3.0]), "quant_bias": torch.from_numpy(bias)}
+        tensors["deq_scale"] = product.view(torch.int32).to(torch.int64) if half else product
+    if kind == "W8A8":
+        right, name = codes.astype(np.float32) * (product.numpy() / np.float32(0.0371))[:, None], "int8@channel"
+    elif kind == "W8A8_MXFP8":
+        fp8, (stored, scale) = _fp8_codes(shape), _exponents((shape[0], shape[1] // 32))
+        tensors = {"weight": _as_fp8(fp8), "weight_scale": stored}
+        right, name = E4M3[fp8] * spread(scale, (1, 32), shape), "mxfp8"
+    else:
+        offset = random.integers(-3, 4, (shape[0], groups)).astype(np.float32)
+        tensors |= {"weight_scale": stored, "weight_offset": torch.from_numpy(offset)}
+        values, name = codes.astype(np.float32), f"int{bits}@{f'g{shape[1] // groups}' if groups > 1 else 'channel'}"
+        if kind == "WFP8AFP8_DYNAMIC":
+            fp8, name = _fp8_codes(shape), "e4m3@channel"
+            values, tensors["weight"] = E4M3[fp8], _as_fp8(fp8)
+        block = (1, shape[1] // groups)
+        right = (values - spread(offset, block, shape)) * spread(scale, block, shape)
+    case = Case({f"x.{end}": tensor for end, tensor in tensors.items()}, {"x.weight": right}, f"modelslim:{name}")
+    types = dict.fromkeys((*case.tensors, *(f"twin.{name}" for name in case.tensors)), kind)
+    case.beside = {"quant_model_description.json": {**types, "model_quant_type": kind, "metadata": {}, "group_size": 0}}
+    return case
+
+
 CASES: dict[str, Callable[[], Case]] = {
+    "modelslim int8": lambda: modelslim("W8A8_DYNAMIC"),
+    "modelslim int8 in groups": lambda: modelslim("W8A16", groups=3),
+    "modelslim int8, static": lambda: modelslim("W8A8"),
+    "modelslim int8, static and dynamic": lambda: modelslim("W8A8_MIX", half=False),
+    "modelslim int4": lambda: modelslim("W4A4_DYNAMIC"),
+    "modelslim fp8": lambda: modelslim("WFP8AFP8_DYNAMIC"),
+    "modelslim mxfp8": lambda: modelslim("W8A8_MXFP8"),
     "ct int4 in groups": lambda: _ct_words(4, (12, 160), 64, True),
     "ct int4 with zero points": lambda: _ct_words(4, (21, 128), 32, False),
     "ct int4 with ordered columns": lambda: _ct_words(4, (9, 128), 32, False, order=True),

@@ -33,6 +33,8 @@ class Case:
     config: dict[str, Any] = field(default_factory=dict)
     metadata: dict[str, str] = field(default_factory=dict)
     hf_quant_config: dict[str, Any] | None = None
+    beside: dict[str, Any] = field(default_factory=dict)
+    """The contents of further JSON files, by name."""
     alone: bool = False
     """Whether it is a file without a configuration."""
 
@@ -44,6 +46,8 @@ class Case:
         if self.alone:
             return folder / "model.safetensors"
         (folder / "config.json").write_text(json.dumps(self.config))
+        for name, content in self.beside.items():
+            (folder / name).write_text(json.dumps(content))
         if self.hf_quant_config is not None:
             (folder / "hf_quant_config.json").write_text(json.dumps(self.hf_quant_config))
         return folder

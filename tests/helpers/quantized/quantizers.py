@@ -162,6 +162,54 @@ def hqq(bits: int = 4, axis: int = 1, size: int = 16) -> Case:
     return Case({f"m.{key}": tensor for key, tensor in tensors.items()}, {"m.weight": right}, f"hqq:int{bits}@g{size}")
 
 
+_SINQ = {**_HQQ, 5: ("5bit_32", 6), 6: ("6bit_32", 5)}
+
+
+def sinq(
+    bits: int = 4,
+    shape: tuple[int, int] = (32, 48),
+    size: int = 16,
+    dtype: torch.dtype = torch.float16,
+    plain: bool = False,
+) -> Case:
+    """A weight in SINQ's layout, with a scale for each group and for each column. plain: whether the scales and zero points of
+    groups are floats, and not quantized to 8 bits, which needs a multiple of 32 groups.
+    """
+    random, (rows, columns), (packing, together) = np.random.default_rng(bits), shape, _SINQ[bits]
+    groups = rows * columns // size
+    matrix = random.integers(0, 1 << bits, (groups, size))
+    of_groups, tensors = {}, {}
+    for role, high in (("scale", 0.1), ("zero", 1 << bits)):
+        tiles = (1, 1 if role == "zero" else groups // 32)
+        if plain:
+            held = torch.from_numpy(random.uniform(0.01, high, (groups, 1))).to(dtype)
+            tensors[f"m.meta.{role}"], of_groups[role] = held, floats(held)
+            continue
+        small = random.integers(0, 256, (groups // tiles[1], tiles[1]), dtype=np.uint8)
+        step, low = (torch.from_numpy(random.uniform(0.1, 1, tiles) * high / 256).to(dtype) for _ in range(2))
+        tensors |= {f"m.meta.{role}.{end}": part for end, part in zip("sm", (step, low), strict=True)}
+        tensors[f"m.meta.{role}.x"] = torch.from_numpy(small)
+        of_groups[role] = (small * floats(step) + floats(low)).reshape(groups, 1)
+    of_columns = torch.from_numpy(random.uniform(0.5, 2, (1, columns))).to(dtype)
+    grouped = (matrix.astype(np.float32) - of_groups["zero"]) * of_groups["scale"]
+    right = grouped.reshape(shape) * floats(of_columns)
+    count = -(-groups // together)
+    codes = np.zeros((count, size), np.int64)
+    for place, row in enumerate(matrix):
+        codes[place % count] |= row << (bits * (together - 1 - place // count))
+    packed = torch.from_numpy(codes.astype(np.int32 if packing.endswith("32") else np.uint8))
+    tensors |= {"m.W_q": packed, "m.meta.scale2": of_columns}
+    meta = {
+        "nbits": bits, "group_size": size, "shape": list(shape), "axis": 1, "packing": packing,
+        "method": "dual" if plain else "sinq_quantAux",
+        "awq_scale": None, "compute_dtype": "torch.float16", "unpack_view_dtype": "torch.uint8", "view_as_float": False,
+    }  # fmt: skip
+    case = Case(tensors, {"m.weight": right}, f"sinq:int{bits}@{'channel' if size == columns else f'g{size}'}")
+    case.config = {"quantization_config": {"quant_method": "sinq", "nbits": bits, "group_size": size, "method": "sinq"}}
+    case.beside = {"model.safetensors.index.json.meta.json": {"m": {"meta": meta}}}
+    return case
+
+
 def mlx_affine(
     bits: int = 4, size: int = 32, name: str = "m", shape: tuple[int, ...] = (40, 64), metal: bool = False
 ) -> Case:
@@ -355,6 +403,8 @@ CASES: dict[str, Callable[[], Case]] = {
     "gemma int8": lambda: gemma(8),
     "hqq": hqq,
     "hqq 3 bits along columns": lambda: hqq(3, axis=0),
+    "sinq": sinq,
+    "sinq with plain scales": lambda: sinq(plain=True),
     "mlx affine": mlx_affine,
     "mlx affine, 3 bits": lambda: mlx_affine(3),
     "mlx affine of transformers": lambda: mlx_affine(8, metal=True),

@@ -321,6 +321,8 @@ def _scale_shapes(weight: PackedWeight, tensors: Tensors, config: Config) -> Sha
         return () if width is None else ((*front, rows, 2 * columns // width),)
     if scale.dtype == "uint8":
         return ((*front, rows, -(-columns // 32)),)
+    if weight.part("_offset") in tensors and scale.shape[-1:] > (0,) and columns % scale.shape[-1] == 0:
+        return ((*front, rows, scale.shape[-1]),)  # msModelSlim's groups, whose size only another file tells
     height, width = block_in(config)
     blocks = (*front, -(-rows // height), -(-columns // width))
     return ((*front, rows, 1), (), (1,), (rows,), (*front, 1, 1), blocks)

@@ -18,7 +18,7 @@ from dtype_engine.checkpoint.schemes.scaled_codes import FLOATS
 from dtype_engine.checkpoint.schemes.scheme import CODES, CodedWeight, Metadata, Scheme, Weights
 from dtype_engine.checkpoint.schemes.small_tensors import read_small
 
-_PACKINGS = {"8bit_u8": (8, 1), "4bit_u8": (4, 2), "3bit_32": (3, 10), "2bit_u8": (2, 4), "1bit_u8": (1, 8)}
+PACKINGS = {"8bit_u8": (8, 1), "4bit_u8": (4, 2), "3bit_32": (3, 10), "2bit_u8": (2, 4), "1bit_u8": (1, 8)}
 """Maps the name of a packing to (bits of a code, number of codes in an element of `W_q`)."""
 _NEEDED, _SIZE = ("shape", "axis", "packing"), "group_size"
 _UNREAD = ("view_as_float", "quant_scale", "quant_zero")
@@ -36,7 +36,7 @@ def _weight(stem: str, tensors: Tensors) -> CodedWeight | None:
     codes, scale, zero = own.pop("W_q"), own.pop("scale"), own.pop("zero")
     if any(_number(own[end]) for end in _UNREAD if end in own) or own["shape"].shape != (2,):
         return None
-    bits, together = _PACKINGS.get(read_small(own["packing"]).decode("ascii", "replace"), (0, 1))
+    bits, together = PACKINGS.get(read_small(own["packing"]).decode("ascii", "replace"), (0, 1))
     half, raw = own["shape"].nbytes // 2, read_small(own["shape"])
     rows, columns = (int.from_bytes(extent, "little", signed=True) for extent in (raw[:half], raw[half:]))
     axis, groups = _number(own["axis"]), math.prod(scale.shape)

@@ -83,7 +83,9 @@ class Scheme(msgspec.Struct, frozen=True, eq=False):
     left_out: Callable[[Iterable[str], Tensors, Metadata], set[str]] = lambda codes, tensors, metadata: set()
     """A function of (names of codes, all tensors, metadata) that returns the names of codes whose format is not read on purpose."""
     settings_files: tuple[str, ...] = ()
-    """The files beside config.json that hold quantization settings, some of which may be missing in config.json."""
+    """The files beside config.json that hold quantization settings, some of which may be missing in config.json. An export that
+    copies all codes copies these files, too.
+    """
     nested_settings: tuple[str, ...] = ()
     """The path of keys in the quantization settings to the settings that hold for all weights."""
     ignored: tuple[str, ...] = ()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from typing import Any
 
+from dtype_engine.checkpoint.schemes.configuration import declared
 from dtype_engine.checkpoint.weight_sets import NAMED_WEIGHTS, NO_WEIGHTS
 from dtype_engine.core import dtypes
 from dtype_engine.core.errors import UserError
@@ -68,7 +69,15 @@ def transformers_would_misread(contents: Contents) -> bool:
     if contents.file_layout is not None:
         return bool(why_not_transformers(contents.items))
     loaded = [item for item in own_layout(contents.items) if not item.of_draft]
-    return bool(loaded) or misread(contents.items) is not None
+    return bool(loaded) or misread(contents.items) is not None or has_undeclared_codes(contents)
+
+
+def has_undeclared_codes(contents: Contents) -> bool:
+    """Return whether an export copies codes of another program, such as msModelSlim, that `config.json` does not declare, so that
+    transformers would take them for values.
+    """
+    copied = any(item.coded is not None and not item.coded.own for item in contents.items if item.copied)
+    return copied and contents.config is not None and not declared(contents.config)
 
 
 def _set_dtype(config: dict[str, Any], dtype: str) -> None:

@@ -16,7 +16,7 @@ from dtype_engine.reports.markdown import code_span, escaped
 from dtype_engine.reports.text_losses import loss_sentences
 from dtype_engine.results.export import ExportedDtype
 from dtype_engine.results.losses import ValueLoss
-from dtype_engine.runtime.export.config import export_dtype
+from dtype_engine.runtime.export.config import export_dtype, has_undeclared_codes
 from dtype_engine.runtime.export.contents import Contents, ExportTensor, own_layout
 from dtype_engine.runtime.export.experts import experts, misread
 from dtype_engine.runtime.export.gptq_settings import why_not_transformers
@@ -101,6 +101,8 @@ def loading_text(contents: Contents) -> str:
         return (
             f"{ours} Plain from_pretrained raises an error: some scales are in a layout that only dtype-engine reads."
         )
+    if has_undeclared_codes(contents):
+        return f"{ours} Plain from_pretrained raises an error: config.json does not say that the weights are quantized."
     if misread(contents.items) is not None:
         return f"{ours} Plain from_pretrained of transformers raises an error: its experts are in vLLM's layout."
     if scaled:
@@ -154,6 +156,11 @@ def _quantised_before(contents: Contents) -> str | None:
 
 def _lines_on_others(contents: Contents) -> list[str]:
     """Return lines on how other programs load the export."""
+    if has_undeclared_codes(contents):
+        return [
+            "Plain `from_pretrained` of transformers would take the codes of its weights for values, because `config.json` does "
+            f"not say that they are quantized. {_RAISES} `load_pretrained` above decodes them to {export_dtype(contents)}."
+        ]
     if contents.file_layout is None:
         return _from_pretrained_lines(contents)
     more = f" {_RAISES}" if why_not_transformers(contents.items) else ""

@@ -12,6 +12,7 @@ from itertools import chain
 from pathlib import Path
 
 from dtype_engine.checkpoint import resolve_inside
+from dtype_engine.checkpoint.schemes.registry import schemes
 from dtype_engine.checkpoint.weight_files import refuse_link_out
 from dtype_engine.core.atomic_write import fsync_dir, umask
 from dtype_engine.core.errors import UserError
@@ -30,8 +31,6 @@ ALONG = (
     "LICENSE*", "NOTICE*",
 )  # fmt: skip
 """Patterns for the names of the files that an export copies unchanged, relative to the folder."""
-_OF_QUANTISER = ("quantize_config.json", "quant_config.json", "hf_quant_config.json")
-"""The files in which programs that quantize weights save their settings."""
 _LARGEST = 1 << 30
 _SLACK = 1 << 20
 """The number of bytes that must be free on the disk in addition to the size of the weights, for headers and small files."""
@@ -112,8 +111,9 @@ def copy_sidecars(source: Path, stage: Path, of_quantiser: bool = False) -> tupl
     known names are copied. Links that lead out of the folder are not followed, except links within the Hugging Face cache.
     """
     notices = []
+    settings = {name for scheme in schemes() for name in scheme.settings_files} if of_quantiser else ()
     for entry in sorted((*source.iterdir(), *chain.from_iterable(map(source.glob, _IN_FOLDERS)))):
-        wanted, name = (*ALONG, *(_OF_QUANTISER if of_quantiser else ())), entry.relative_to(source).as_posix()
+        wanted, name = (*ALONG, *settings), entry.relative_to(source).as_posix()
         if not any(fnmatch.fnmatchcase(name, pattern) for pattern in wanted):
             continue
         try:

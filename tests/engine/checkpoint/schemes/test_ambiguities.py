@@ -144,7 +144,7 @@ def test_check_parses_the_descriptions_of_undecoded_comfyui_layers_only_once(
 ) -> None:
     case = CASES["comfy fp8 in metadata"]()
     case.tensors |= {f"{place}.{name}": tensor.clone() for place in range(50) for name, tensor in case.tensors.items()}
-    layers = {f"{place}.x": {"format": "asym_w4a8_int8"} for place in range(50)}
+    layers = {f"{place}.x": {"format": "another"} for place in range(50)}
     case.metadata["_quantization_metadata"] = json.dumps({"layers": {**layers, "x": {"format": "float8_e4m3fn"}}})
     checkpoint = open_checkpoint(case.save(tmp_path))
     assert checkpoint.coded.keys() == {"x.weight"}

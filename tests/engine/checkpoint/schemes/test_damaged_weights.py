@@ -8,14 +8,20 @@ from pathlib import Path
 
 import pytest
 import torch
-from tests.helpers.quantized.block_scaled import CASES, ct
+from tests.helpers.quantized import block_scaled, comfy
+from tests.helpers.quantized.block_scaled import ct
 from tests.helpers.quantized.case import Case
 
 from dtype_engine.checkpoint import open_checkpoint
 from dtype_engine.checkpoint.check import check
 
-OPTIONAL = ("input_scale", "pre_quant_scale", "scale_input", "comfy_quant", "scaled_fp8")
+CASES = block_scaled.CASES | comfy.CASES
+OPTIONAL = (
+    "input_scale", "pre_quant_scale", "scale_input", "comfy_quant", "scaled_fp8", "weight_codebook", "quant_bias", "input_offset",
+)  # fmt: skip
 """Tensors without which a weight is complete."""
+LEFT_OUT = ("modelopt mixed", "modelslim int8, static and dynamic", "modelslim fp8")
+"""Cases of several weights, or of one that can be read without some of its tensors."""
 
 
 def _with_twin(case: Case) -> dict[str, torch.Tensor]:
@@ -30,13 +36,13 @@ def _damages(tensors: dict[str, torch.Tensor]) -> Iterator[tuple[str, dict[str, 
         if name.endswith(OPTIONAL) or name.startswith("twin."):
             continue
         yield f"no {name}", {other: each for other, each in tensors.items() if other != name}
-        if name.endswith(("scale", "scales", "zero_point", "g_idx", "shape")) and tensor.dim():
+        if name.endswith(("scale", "scales", "zero_point", "g_idx", "shape", "weight_zeros", "s_rel")) and tensor.dim():
             longer = torch.zeros(tensor.shape[0] + 300, *tensor.shape[1:], dtype=torch.uint8)
             wrong = longer.view(tensor.dtype) if tensor.element_size() == 1 else longer.to(tensor.dtype)
             yield f"a longer {name}", {**tensors, name: wrong}
 
 
-@pytest.mark.parametrize("name", [name for name in CASES if name != "modelopt mixed"])
+@pytest.mark.parametrize("name", [name for name in CASES if name not in LEFT_OUT])
 def test_damaged_weight_is_not_decoded_and_is_named_by_check(name: str, tmp_path: Path) -> None:
     case = CASES[name]()
     case.tensors = _with_twin(case)

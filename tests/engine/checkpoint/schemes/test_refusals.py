@@ -24,6 +24,7 @@ from tests.helpers.quantized.quantizers import (
     mlx_float,
     quanto,
     quanto_bits,
+    sinq,
     torchao_blocks,
     torchao_int4,
     torchao_swizzled,
@@ -61,6 +62,16 @@ def described(name: str, **settings: Any) -> Change:
     def change(made: Case) -> None:
         found = json.loads(bytes(made.tensors[name].tolist()))
         made.tensors[name] = text(json.dumps(found | settings))
+
+    return change
+
+
+def in_meta(**settings: Any) -> Change:
+    """Return a change of what SINQ's file says about the layer."""
+
+    def change(made: Case) -> None:
+        (layers,) = made.beside.values()
+        layers["m"]["meta"].update(settings)
 
     return change
 
@@ -122,6 +133,19 @@ LARGE = torch.zeros((1 << 20) + 1, dtype=torch.uint8)
             other("m.axis", torch.tensor(0, dtype=torch.int32)), other("m.shape", torch.tensor([32, 32])),
             other("m.shape", torch.tensor([0, 48])), other("m.quant_scale", torch.tensor(1, dtype=torch.uint8)),
             other("m.group_size", torch.tensor(32, dtype=torch.int32)),
+        )),
+        *((sinq, change) for change in (
+            without("m.meta.scale.x"), without("m.meta.scale.s"), without("m.meta.zero.m"), without("m.meta.scale2"),
+            shorter("m.W_q"), shorter("m.meta.scale.x"), shorter("m.meta.zero.x"), shorter("m.meta.scale2"),
+            other("m.meta.zero", torch.tensor(8.0)), other("m.meta.scale.s", torch.ones(1, 4)),
+            *(in_meta(**change) for change in (
+                {"method": "sinq_nf4"}, {"method": None}, {"axis": 0}, {"packing": "8bit_u8"}, {"packing": None},
+                {"shape": [32, 32]}, {"shape": [48, 32]}, {"shape": ["32", 48]}, {"shape": 5}, {"view_as_float": True},
+            )),
+        )),
+        *((lambda: sinq(plain=True), change) for change in (
+            without("m.meta.scale"), without("m.meta.zero"), shorter("m.meta.scale"), shorter("m.meta.zero"),
+            other("m.meta.scale", torch.ones(96, 1, dtype=torch.uint8)),
         )),
         *((mlx_affine, change) for change in (
             without("m.scales"), without("m.biases"), shorter("m.scales"), shorter("m.biases"), shorter("m.weight"),

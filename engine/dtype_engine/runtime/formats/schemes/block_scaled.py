@@ -27,6 +27,7 @@ from dtype_engine.runtime.formats.schemes.unpack import (
     decode_rows,
     e2m1_pairs,
     float_values,
+    int4_pairs,
     look_up,
     scale_values,
     unpack,
@@ -109,6 +110,7 @@ def _write_row_words(codes: torch.Tensor, out: torch.Tensor, settings: Settings)
 _UNPACK: Mapping[str, Callable[[torch.Tensor, torch.Tensor, Settings], None]] = {
     "plain": lambda codes, out, settings: write_plain(codes, out),
     "e2m1": lambda codes, out, settings: look_up(codes, e2m1_pairs(settings.get("high_first", False)), out),
+    "int4 pairs": lambda codes, out, settings: look_up(codes, int4_pairs(), out),
     "words": _write_words,
     "six bits": _write_six_bits,
     "row pairs": _write_row_pairs,

@@ -128,6 +128,12 @@ def e2m1_pairs(high_first: bool = False) -> torch.Tensor:
     return pairs(float_values("nvfp4"), high_first)
 
 
+@cache
+def int4_pairs() -> torch.Tensor:
+    """Return the table that `pairs` makes for integers of 4 bits in two's complement."""
+    return pairs(torch.arange(16).bitwise_xor(8).sub(8).to(torch.float32))
+
+
 def write_plain(codes: torch.Tensor, out: torch.Tensor) -> None:
     """Convert int8 or float8 codes to float32 and write them to `out`, of the same shape. The common float8 dtypes are converted by
     bit operations, because torch's own conversion takes five times as long.
@@ -148,9 +154,11 @@ def write_plain(codes: torch.Tensor, out: torch.Tensor) -> None:
 
 
 def scale_values(scale: torch.Tensor, code: str = "e8m0") -> torch.Tensor:
-    """Convert scales of any dtype to float32. In uint8 and float8_e8m0fnu, a byte b means 2^(b - 127), and 255 means NaN. code:
-    "ue5m3" if bytes are floats instead.
+    """Convert scales of any dtype to float32. In uint8 and float8_e8m0fnu, a byte b means 2^(b - 127), and 255 means NaN. int64
+    holds the bits of float32. code: "ue5m3" if bytes are floats instead.
     """
+    if scale.dtype == torch.int64:
+        return scale.to(torch.int32).view(torch.float32)
     if scale.dtype in (torch.uint8, torch.float8_e8m0fnu):
         table, codes = _UE5M3 if code == "ue5m3" else _POWERS, scale.view(torch.uint8).reshape(-1).to(torch.int32)
         return copied_to(table, scale.device).index_select(0, codes).view(scale.shape)

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from tests.helpers.quantized.block_scaled import CASES, ct_e5m3, modelopt_svd
+from tests.helpers.quantized.block_scaled import CASES, ct_e5m3, modelopt_svd, modelslim
 
 from dtype_engine.checkpoint import open_checkpoint
 from dtype_engine.runtime.formats.schemes.unpack import scale_values, write_plain
@@ -37,6 +37,22 @@ def test_e5m3_scales_of_a_last_group_that_is_smaller_are_applied(
     tmp_path: Path, rows: int, columns: int, column: bool
 ) -> None:
     ct_e5m3(rows, column, columns).check(tmp_path, "ct:nvfp4_e5m3")
+
+
+@pytest.mark.parametrize("kind", ["W8A8_DYNAMIC", "W8A8", "W4A4_DYNAMIC", "W8A8_MXFP8"])
+@pytest.mark.parametrize(("shape", "half"), [((130, 160), True), ((43, 64), False)])
+def test_types_of_msmodelslim_are_decoded(tmp_path: Path, kind: str, shape: tuple[int, int], half: bool) -> None:
+    case = modelslim(kind, shape, half=half)
+    case.check(tmp_path, case.format)
+
+
+@pytest.mark.parametrize("metadata", [{"quarot": {"max_tp_size": 4}}, None])
+def test_rotated_models_and_models_without_types_are_not_decoded(tmp_path: Path, metadata: object) -> None:
+    case = modelslim("W8A8_DYNAMIC")
+    case.beside["quant_model_description.json"]["metadata"] = metadata
+    if metadata is None:
+        case.beside = {}
+    assert not case.open(tmp_path).coded
 
 
 @pytest.mark.parametrize("rows", [22, 131])
