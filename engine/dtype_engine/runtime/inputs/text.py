@@ -159,9 +159,9 @@ def text_samples(options: InputOptions) -> Iterator[TextSample]:
             yield TextSample(read_text(path, options.limits), where=str(path))
 
 
-def read_jsonl(path: Path, limits: InputLimits) -> Iterator[TextSample]:
-    """Yield one text for each line: a string, or an object with `text`, `prompt` or `messages`. Raises UserError for an invalid
-    line and for a file that is over the limits.
+def json_lines(path: Path, limits: InputLimits) -> Iterator[tuple[str, Any]]:
+    """Yield (file and line, for messages; the value) for each line of a JSON Lines file that is not blank. Raises UserError for an
+    invalid line and for a file that is over the limits.
     """
     for number, line in enumerate(read_text(path, limits).split("\n"), 1):
         if not line.strip():
@@ -171,6 +171,14 @@ def read_jsonl(path: Path, limits: InputLimits) -> Iterator[TextSample]:
             entry = json.loads(line)
         except (ValueError, RecursionError):
             raise UserError(f"{where}: no valid JSON; a JSONL file has one object on every line") from None
+        yield where, entry
+
+
+def read_jsonl(path: Path, limits: InputLimits) -> Iterator[TextSample]:
+    """Yield one text for each line: a string, or an object with `text`, `prompt` or `messages`. Raises UserError for an invalid
+    line and for a file that is over the limits.
+    """
+    for where, entry in json_lines(path, limits):
         values = {"text": entry} if isinstance(entry, str) else entry if isinstance(entry, dict) else {}
         messages, text = values.get("messages"), values.get("text", values.get("prompt"))
         labels = {key: value for key, value in values.items() if key not in _TEXT_KEYS}

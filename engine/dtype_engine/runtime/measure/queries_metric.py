@@ -13,7 +13,6 @@ Each is the mean over queries. Of documents with equal scores, those that are no
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -26,12 +25,18 @@ import torch
 from dtype_engine.checkpoint.embedding_modules import longest_text, prompts
 from dtype_engine.core.errors import UserError
 from dtype_engine.core.input_limits import InputLimits
-from dtype_engine.core.regular_files import read_text
 from dtype_engine.core.text import printable
 from dtype_engine.runtime.inputs import Batch, Inputs, tokenizer_of
 from dtype_engine.runtime.inputs.limited import try_tokenizer
 from dtype_engine.runtime.inputs.preprocessing import no_tokenizer, parameters, running
-from dtype_engine.runtime.inputs.text import TOKENS_PER_SEQUENCE, TextSample, keeps_cache, position_count, refuse_long
+from dtype_engine.runtime.inputs.text import (
+    TOKENS_PER_SEQUENCE,
+    TextSample,
+    json_lines,
+    keeps_cache,
+    position_count,
+    refuse_long,
+)
 from dtype_engine.runtime.measure.embeddings import Embedding
 from dtype_engine.runtime.measure.paired import Examples
 from dtype_engine.runtime.model.live import LiveModel
@@ -71,14 +76,7 @@ def queries_function(path: Path, limits: InputLimits) -> Callable[[LiveModel, In
 def read_queries(path: Path, limits: InputLimits) -> list[Query]:
     """Return the queries in a JSON Lines file. Raises UserError for a file or a line that can't be used."""
     queries = []
-    for number, line in enumerate(read_text(path, limits).split("\n"), 1):
-        if not line.strip():
-            continue
-        where = f"{path}, line {number}"
-        try:
-            entry = json.loads(line)
-        except (ValueError, RecursionError):
-            raise UserError(f"{where}: no valid JSON; a JSONL file has one object on every line") from None
+    for where, entry in json_lines(path, limits):
         entry = entry if isinstance(entry, dict) else {}
         query, positive, negative = (_texts(entry.get(key, [])) for key in ("query", "positive", "negative"))
         if query is None or positive is None or negative is None or len(query) != 1 or not positive:
